@@ -1,0 +1,1 @@
+"""Tokens in, tokens out. Refuses to know tenants, adapter names and SQL."""

@@ -1,0 +1,1 @@
+"""Bookkeeping of paged key and value blocks and their prefix cache. Refuses to know tensors."""

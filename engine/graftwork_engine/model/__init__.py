@@ -1,0 +1,1 @@
+"""The decoder models, read top-down from llama.py. Refuses to know requests."""

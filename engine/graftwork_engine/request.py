@@ -1,0 +1,89 @@
+"""The engine's vocabulary: a request and the states it passes through. Read this first. Knows no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+from graftwork_engine.messages import Sampling, TokenLogprob
+
+RequestId = NewType("RequestId", str)
+AdapterKey = NewType("AdapterKey", str)
+
+
+class RequestStatus(Enum):
+    """WAITING → RUNNING ⇄ PREEMPTED; each of them → FINISHED."""
+
+    WAITING = "waiting"  # holds no blocks; holds its adapter on the host
+    RUNNING = "running"  # holds blocks; holds its adapter on the device
+    PREEMPTED = "preempted"  # was running, gave its blocks back, will compute them again
+    FINISHED = "finished"  # holds nothing
+
+
+ALLOWED_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
+    RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.FINISHED: frozenset(),
+}
+
+
+class FinishReason(Enum):
+    """Why a request ended, as it goes over the wire."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence being generated.
+
+    There is no prefill and no decode phase: `num_computed_tokens` chases `num_tokens`, and whenever it has caught up a token is
+    drawn. ``output_ids`` begins with the ``num_resumed_tokens`` that the client already had when the request was added.
+    """
+
+    request_id: RequestId
+    prompt_ids: list[int]
+    sampling: Sampling
+    cache_salt: bytes
+    flow: str
+    arrival: float  # on the engine's monotonic clock
+    adapter_key: AdapterKey | None = None
+    adapter_start: int = 0  # the adapter applies to the tokens from here on
+    deadline: float | None = None  # on the same clock as `arrival`
+    output_ids: list[int] = field(default_factory=list)
+    num_resumed_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when first scheduled
+    status: RequestStatus = RequestStatus.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output so far, tokens from before a resumption included."""
+        return len(self.output_ids)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Tokens ``start..end`` of prompt and output laid end to end."""
+        split = len(self.prompt_ids)
+        if end <= split:
+            return self.prompt_ids[start:end]
+        if start >= split:
+            return self.output_ids[start - split : end - split]
+        return self.prompt_ids[start:] + self.output_ids[: end - split]
+
+    def move_to(self, status: RequestStatus) -> None:
+        """Change state; a transition that the table does not allow is a bug."""
+        if status not in ALLOWED_TRANSITIONS[self.status]:
+            raise AssertionError(f"request {self.request_id}: {self.status.value} → {status.value}")
+        self.status = status

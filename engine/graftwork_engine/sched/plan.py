@@ -1,0 +1,108 @@
+"""What one step will run, and what came of it: the seam between the scheduler and the model runner. Knows no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from graftwork_engine.messages import TokenLogprob
+from graftwork_engine.request import Request
+
+BASE = -1
+"""The adapter index of tokens that run on the base model alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """Tokens ``start .. start + num_tokens`` of one request.
+
+    ``block_ids`` covers every token up to the end of that range. ``adapter_index`` is the adapter's place in device memory,
+    for the tokens at or after ``request.adapter_start``. ``samples`` is true when the range ends at the request's newest
+    token, whose logits then give the next one.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    block_ids: list[int]
+    adapter_index: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The requests of one step; their token counts add up to at most ``max_num_batched_tokens``."""
+
+    scheduled: list[ScheduledRequest]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """What the step made of one scheduled request, in the plan's order.
+
+    ``token_id`` is None unless the request samples. ``prompt_logprobs`` holds one entry for each prompt token *following* a
+    token of the range (so a range that starts at 0 begins with the logprob of prompt token 1), if the request asked for them.
+    """
+
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+
+class Runner(Protocol):
+    """Executes plans. The engine's model runner is one; tests use scripted ones."""
+
+    def execute(self, plan: StepPlan) -> list[RequestResult]:
+        """Run the plan's tokens through the model; one result for each scheduled request, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFailure:
+    """Why an adapter cannot be used; ``code`` is an `graftwork_engine.errors.ErrorCode` value."""
+
+    code: str
+    message: str
+
+
+class AdapterGate(Protocol):
+    """The scheduler's only view of adapter memory. No call blocks, parses, or touches disk or network.
+
+    Waiting and preempted requests hold the host reference of their adapter (`hold`), running ones the device reference
+    (`acquire`). Each `hold` is paired with one `drop`, each successful `acquire` with one `release`.
+    """
+
+    def hold(self, key: str) -> None:
+        """A request waits for this adapter: start fetching it to the host unless it is there, and keep it there."""
+        ...
+
+    def drop(self, key: str) -> None:
+        """Undo one `hold`."""
+        ...
+
+    def acquire(self, key: str) -> int | None:
+        """Take a device reference and return the adapter's index, or None while it is not on the device.
+
+        None starts the copy to the device as soon as the host has the adapter and evicting unreferenced ones makes room.
+        """
+        ...
+
+    def release(self, key: str) -> None:
+        """Undo one successful `acquire`."""
+        ...
+
+    def failure(self, key: str) -> AdapterFailure | None:
+        """Why loading failed, if it did. Asked after `acquire` returned None; requests that hold the key then fail.
+
+        A failure is forgotten when its last holder has dropped it, so that a later request tries again.
+        """
+        ...
+
+    def poll(self) -> bool:
+        """Take in what background loads have finished since the last call; true if anything changed. Once per step."""
+        ...

@@ -1,0 +1,1 @@
+"""Arithmetic. Refuses to know requests and files."""

@@ -1,0 +1,122 @@
+"""How adapter memory, the adapter part of a batch and the paged KV cache lie in memory: the structures every operator reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROW_ALIGNMENT = 64
+"""Bytes; every row of adapter memory begins at a multiple of it."""
+
+QUANTISED_ROW_HEAD = 16
+"""Bytes before the elements of an int8 or e4m3 row; the first four hold the row's fp32 scale."""
+
+NO_ADAPTER = -1
+
+
+class RowType(IntEnum):
+    """Element type of an adapter's rows, as stored in a site record."""
+
+    BF16 = 0
+    FP32 = 1
+    INT8 = 2
+    E4M3 = 3  # kept as uint8
+
+
+class SiteField(IntEnum):
+    """Columns of a site record (int64). Offsets and row numbers are -1 where the adapter has no such part."""
+
+    A_ROW = 0  # index into row_offset of A's first row; the rest follow
+    B_ROW = 1  # the same for the rows of B transposed
+    RANK = 2  # 0: the adapter does not touch this projection's product
+    ROW_TYPE = 3
+    SCALE_ROW = 4  # index into row_offset of the output scale c: fp32 [out]
+    BIAS_ROW = 5  # of the replacement bias: fp32 [out]
+
+
+NUM_SITE_FIELDS = len(SiteField)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMemory:
+    """Every resident adapter.
+
+    ``pool`` uint8 [bytes]; ``row_offset`` int64 [rows], byte offsets into the pool, multiples of `ROW_ALIGNMENT`;
+    ``sites`` int64 [adapters, sites, `NUM_SITE_FIELDS`], where an absent site has rank 0 and -1 elsewhere. Scale is folded into B.
+    """
+
+    pool: Tensor
+    row_offset: Tensor
+    sites: Tensor
+
+
+class LinearSite(NamedTuple):
+    """One projection inside a (possibly packed) linear: its number in a site record table and its columns of the output."""
+
+    index: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBatch:
+    """Which adapter each row of a step uses, and the same sorted for grouped work. Nothing is shaped by the number of adapters.
+
+    ``token_adapter`` int32 [T], -1 for the base. ``permutation`` int64 [T] lists the rows that have an adapter, grouped by
+    adapter in ascending order and by position within one, then the base rows. ``segment_start`` int32 [T + 1] marks where each
+    group begins in it (the rest repeats the end of the last group), ``segment_adapter`` int32 [T] its adapter (-1 beyond the last).
+    ``num_segments`` int32 [1]. All live on the device of the rows.
+    """
+
+    token_adapter: Tensor
+    permutation: Tensor
+    segment_start: Tensor
+    segment_adapter: Tensor
+    num_segments: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where the keys and values of a step's requests lie.
+
+    ``query_start`` int32 [R + 1]: rows of request r are query_start[r] .. query_start[r + 1]. ``context_len`` int32 [R]: tokens
+    in the cache for each request, this step's included. ``block_table`` int32 [R, max_blocks]. ``kv_slot`` int64 [T]: block *
+    block_size + offset where each row's key and value go, -1 to write nowhere. The two maxima size launches.
+    """
+
+    query_start: Tensor
+    context_len: Tensor
+    block_table: Tensor
+    kv_slot: Tensor
+    max_query_len: int
+    max_context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How each of R rows of logits is drawn from; one entry a row.
+
+    ``temperature`` fp32 (0: greedy), ``top_k`` int32 (0: off), ``top_p`` and ``min_p`` fp32, ``seed`` int64 (the bits of an unsigned
+    value), ``choice`` and ``position`` int32.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    choice: Tensor
+    position: Tensor
+
+
+def empty_adapter_memory(num_sites: int, device: torch.device | str = "cpu") -> AdapterMemory:
+    """Memory that holds no adapter, for a base served alone."""
+    return AdapterMemory(
+        pool=torch.zeros(0, dtype=torch.uint8, device=device),
+        row_offset=torch.zeros(0, dtype=torch.int64, device=device),
+        sites=torch.zeros((0, num_sites, NUM_SITE_FIELDS), dtype=torch.int64, device=device),
+    )
