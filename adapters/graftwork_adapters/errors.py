@@ -1,13 +1,13 @@
 """The adapters room's errors.
 
-    AdapterError
-    ├── InvalidUpload        the uploaded folder cannot be served; carries every finding
-    ├── StoreError
-    │   ├── BlobNotFound     no such key in the object store
-    │   ├── BlobCorrupt      its bytes are not what the key or the metadata says
-    │   └── StoreUnavailable it does not answer, or the disk is full
-    ├── AdapterTooLarge      it can never fit the memory it is meant for
-    └── UnsupportedBase      the base model's files do not describe a decoder that adapters can attach to
+AdapterError
+├── InvalidUpload        the uploaded folder cannot be served; carries every finding
+├── StoreError
+│   ├── BlobNotFound     no such key in the object store
+│   ├── BlobCorrupt      its bytes are not what the key or the metadata says
+│   └── StoreUnavailable it does not answer, or the disk is full
+├── AdapterTooLarge      it can never fit the memory it is meant for
+└── UnsupportedBase      the base model's files do not describe a decoder that adapters can attach to
 """
 
 from __future__ import annotations

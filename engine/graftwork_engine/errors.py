@@ -1,11 +1,11 @@
 """The engine's errors.
 
-    GraftworkEngineError
-    ├── UnsupportedModel      the base cannot be served; raised at start, names the field
-    ├── ConfigError           settings that contradict each other or the machine
-    ├── RequestRejected       a request that can never run (too long, malformed)
-    ├── RequestFailed         a request that was running and ended with an ErrorCode
-    └── EngineUnavailable     no engine answers at the moment
+GraftworkEngineError
+├── UnsupportedModel      the base cannot be served; raised at start, names the field
+├── ConfigError           settings that contradict each other or the machine
+├── RequestRejected       a request that can never run (too long, malformed)
+├── RequestFailed         a request that was running and ended with an ErrorCode
+└── EngineUnavailable     no engine answers at the moment
 """
 
 from __future__ import annotations

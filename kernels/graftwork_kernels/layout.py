@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +53,8 @@ class AdapterMemory:
     sites: Tensor
 
 
-class LinearSite(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LinearSite:
     """One projection inside a (possibly packed) linear: its number in a site record table and its columns of the output."""
 
     index: int
