@@ -100,8 +100,8 @@ class AttentionBatch:
 class SamplingBatch:
     """How each of R rows of logits is drawn from; one entry a row.
 
-    ``temperature`` fp32 (0: greedy), ``top_k`` int32 (0: off), ``top_p`` and ``min_p`` fp32, ``seed`` int64 (the bits of an unsigned
-    value), ``choice`` and ``position`` int32.
+    ``temperature`` fp32 (0: greedy), ``top_k`` int32 (0: off), ``top_p`` and ``min_p`` fp32, ``seed`` int64 (the bits of an
+    unsigned value), ``choice`` and ``position`` int32.
     """
 
     temperature: Tensor
