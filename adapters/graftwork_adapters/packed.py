@@ -74,7 +74,7 @@ def write_packed(path: Path, index: PackedIndex, rows: npt.NDArray[np.uint8]) ->
         raise AssertionError(f"rows are {rows.dtype} {rows.shape}, the index says uint8 ({index.num_bytes},)")
     metadata = {
         "graftwork.key": index.key,
-        "graftwork.sha256": hashlib.sha256(memoryview(rows)).hexdigest(),
+        "graftwork.sha256": hashlib.sha256(rows.data).hexdigest(),
         "graftwork.index": json.dumps(asdict(index), separators=(",", ":")),
     }
     save_file({"rows": rows}, path, metadata=metadata)
@@ -93,7 +93,7 @@ def read_packed(path: Path, key: str) -> tuple[PackedIndex, npt.NDArray[np.uint8
         raise BlobCorrupt(f"packed adapter {key} holds another adapter, {index.key}")
     if rows.dtype != np.uint8 or rows.shape != (index.num_bytes,):
         raise BlobCorrupt(f"packed adapter {key} has {rows.shape} bytes of rows, its index says {index.num_bytes}")
-    if hashlib.sha256(memoryview(rows)).hexdigest() != metadata.get("graftwork.sha256"):
+    if hashlib.sha256(rows.data).hexdigest() != metadata.get("graftwork.sha256"):
         raise BlobCorrupt(f"packed adapter {key}: the bytes of its rows do not match their checksum")
     return index, rows
 
