@@ -1,0 +1,369 @@
+"""The API process's end of the engine: streams of tokens that survive the engine's death. Imports no torch.
+
+A stream holds all it needs to be resumed. When another engine answers (a new epoch), every unfinished stream is added again
+with the tokens already received as a fixed prefix, so its reader sees a pause and nothing else. A request that was running in two
+crashes fails instead: one poisoned request cannot kill the engine for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from graftwork_engine.errors import EngineUnavailable, ErrorCode, RequestFailed, RequestRejected
+from graftwork_engine.lifeline import open_process_handle
+from graftwork_engine.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Add,
+    Claim,
+    EngineError,
+    Heartbeat,
+    Hello,
+    Orphan,
+    Orphans,
+    Out,
+    OutItem,
+    Ready,
+    Refused,
+    Running,
+    Sampling,
+    Stats,
+    ToClient,
+    ToEngine,
+    decode_to_client,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.2
+SILENCE_S = 10.0
+"""An engine not heard for this long is taken for dead, where its process cannot be watched or has hung."""
+MAX_CRASHES = 2
+"""A request that was running in this many crashes of the engine is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What to generate. ``timeout_s`` counts from the call; ``flow`` is an opaque key that the engine's queue is fair between."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    cache_salt: bytes
+    flow: str
+    adapter_key: str | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One request, and the tokens its reader has or will have."""
+
+    request: GenerationRequest
+    deadline: float | None  # Unix time
+    items: asyncio.Queue[OutItem] = field(default_factory=asyncio.Queue)
+    output_ids: list[int] = field(default_factory=list)
+    epoch: str | None = None  # of the engine it was last added to
+    running_in: str | None = None  # the epoch in which it was last seen running
+    crashes: int = 0
+
+    def as_add(self, epoch: str) -> Add:
+        request = self.request
+        return Add(
+            epoch=epoch,
+            request_id=request.request_id,
+            prompt_ids=request.prompt_ids,
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            flow=request.flow,
+            output_ids=list(self.output_ids),
+            adapter_key=request.adapter_key,
+            deadline=self.deadline,
+        )
+
+    def push(self, item: OutItem) -> bool:
+        """Queue the new part of an item; True once the stream has ended. Tokens the reader has are dropped."""
+        known = len(self.output_ids) - item.first_output_index
+        if known < 0:
+            error = EngineError(ErrorCode.INTERNAL, f"tokens {len(self.output_ids)}..{item.first_output_index} were lost")
+            item = OutItem(item.request_id, len(self.output_ids), finish="error", error=error)
+        elif known > 0:
+            item = msgspec.structs.replace(
+                item,
+                first_output_index=len(self.output_ids),
+                token_ids=item.token_ids[known:],
+                logprobs=None if item.logprobs is None else item.logprobs[known:],
+            )
+        self.output_ids.extend(item.token_ids)
+        self.items.put_nowait(item)
+        return item.finish is not None
+
+
+class EngineClient:
+    """Runs requests on whichever engine answers at ``endpoint``. Use as an async context manager, or call `start` and `close`."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._client_id = uuid.uuid4().hex
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._info: Ready | None = None
+        self._connected = asyncio.Event()
+        self._last_heard = 0.0
+        self._process_handle: int | None = None
+        self._refusal: str | None = None
+        self._claims: list[asyncio.Future[list[Orphan]]] = []
+        self._stats: dict[str, float] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._beater: asyncio.Task[None] | None = None
+        self.restarts = 0
+
+    async def __aenter__(self) -> EngineClient:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    @property
+    def info(self) -> Ready | None:
+        """What the engine said of itself; the last engine's word while a new one starts."""
+        return self._info
+
+    @property
+    def healthy(self) -> bool:
+        """True while an engine answers."""
+        return self._connected.is_set()
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """The engine's last reading of itself (each second)."""
+        return self._stats
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    async def start(self) -> None:
+        """Begin to look for an engine; returns at once."""
+        self._open_socket()
+        self._beater = asyncio.create_task(self._beat(), name="engine-beat")
+
+    async def close(self) -> None:
+        """Abort what runs, end every stream with ``finish`` abort, and leave."""
+        for request_id, stream in list(self._streams.items()):
+            await self._send_if_connected(Abort(request_id, len(stream.output_ids)))
+            stream.push(OutItem(request_id, len(stream.output_ids), finish="abort"))
+        self._streams.clear()
+        tasks = [task for task in (self._reader, self._beater) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._forget_engine()
+        if self._socket is not None:
+            self._socket.close(linger=200)
+        self._context.term()
+
+    async def wait_ready(self, timeout_s: float) -> Ready:
+        """Wait for an engine; raises `EngineUnavailable` after ``timeout_s``, or at once when the engine is of another version."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._connected.wait()
+        except TimeoutError:
+            raise EngineUnavailable(
+                self._refusal or f"no engine answered within {timeout_s:.0f} s; it may still be starting"
+            ) from None
+        if self._info is None:
+            raise AssertionError("connected without an engine's word")
+        return self._info
+
+    async def generate(self, request: GenerationRequest, *, wait_s: float = 10.0) -> AsyncGenerator[OutItem, None]:
+        """Yield a request's output as it is made; closing the generator aborts the request.
+
+        Raises `RequestRejected` if it can never run, `RequestFailed` if it failed later, `EngineUnavailable` if no engine
+        answered within ``wait_s`` of the call. The last item has ``finish`` set to stop, length or abort.
+        """
+        await self.wait_ready(wait_s)
+        if request.request_id in self._streams:
+            raise AssertionError(f"request id {request.request_id} is in use")
+        deadline = None if request.timeout_s is None else time.time() + request.timeout_s
+        stream = self._streams[request.request_id] = _Stream(request, deadline)
+        finished = False
+        try:
+            await self._submit(stream)
+            while not finished:
+                item = await stream.items.get()
+                finished = item.finish is not None
+                if item.error is not None:
+                    raise _as_exception(item.error)
+                yield item
+        finally:
+            self._streams.pop(request.request_id, None)
+            if not finished:
+                await asyncio.shield(self._send_if_connected(Abort(request.request_id, len(stream.output_ids))))
+
+    async def claim_orphans(self) -> list[Orphan]:
+        """Final counts of requests whose API process died, handed over once."""
+        ready = await self.wait_ready(10.0)
+        claim: asyncio.Future[list[Orphan]] = asyncio.get_running_loop().create_future()
+        self._claims.append(claim)
+        await self._send(Claim(ready.epoch))
+        return await claim
+
+    # Sending
+
+    async def _submit(self, stream: _Stream) -> None:
+        if self._info is not None and self.healthy:
+            stream.epoch = self._info.epoch
+            await self._send(stream.as_add(self._info.epoch))
+
+    async def _send(self, message: ToEngine) -> None:
+        if self._socket is not None:
+            await self._socket.send(encode(message))
+
+    async def _send_if_connected(self, message: ToEngine) -> None:
+        if self.healthy:
+            await self._send(message)
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._connected.is_set() and self._info is not None:
+                if loop.time() - self._last_heard > SILENCE_S:
+                    self._lose_engine(f"it was silent for {SILENCE_S:.0f} s")
+                else:
+                    await self._send(Heartbeat(self._info.epoch))
+            if not self._connected.is_set():
+                await self._send(Hello(PROTOCOL_VERSION, self._client_id, os.getpid()))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    # Receiving
+
+    def _open_socket(self) -> None:
+        """A fresh socket for each engine, so that nothing meant for a dead one waits in a buffer for its successor."""
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.connect(self._endpoint)
+        self._reader = asyncio.create_task(self._read(self._socket), name="engine-read")
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            message = decode_to_client(await socket.recv())
+            self._last_heard = asyncio.get_running_loop().time()
+            await self._handle(message)
+
+    async def _handle(self, message: ToClient) -> None:
+        if isinstance(message, Ready):
+            await self._meet(message)
+            return
+        if isinstance(message, Refused):
+            self._refused(message)
+            return
+        if self._info is None or not self.healthy or message.epoch != self._info.epoch:
+            return  # the last words of an engine we have given up
+        match message:
+            case Out():
+                self._deliver(message.items)
+            case Running():
+                for request_id in message.request_ids:
+                    if (stream := self._streams.get(request_id)) is not None:
+                        stream.running_in = message.epoch
+            case Stats():
+                self._stats = message.values
+            case Orphans():
+                if self._claims:
+                    claim = self._claims.pop(0)
+                    if not claim.done():
+                        claim.set_result(message.items)
+            case Heartbeat():
+                pass
+
+    def _deliver(self, items: list[OutItem]) -> None:
+        for item in items:
+            stream = self._streams.get(item.request_id)
+            if stream is not None and stream.push(item):
+                del self._streams[item.request_id]
+
+    def _refused(self, message: Refused) -> None:
+        if message.reason == "unknown_client":
+            self._lose_engine(message.message)
+        else:
+            self._refusal = message.message
+            logger.error("the engine refused us: %s", message.message)
+
+    async def _meet(self, ready: Ready) -> None:
+        """An engine answered our Hello: resume every stream that it does not know."""
+        if self.healthy:
+            return  # a second answer to a repeated Hello
+        if self._info is not None and ready.epoch != self._info.epoch:
+            self.restarts += 1
+            self._count_crash(self._info.epoch)
+        self._info, self._refusal = ready, None
+        self._watch(ready.pid)
+        self._connected.set()
+        for stream in list(self._streams.values()):
+            await self._submit(stream)
+
+    def _count_crash(self, epoch: str) -> None:
+        """The engine of ``epoch`` is dead: lay it at the door of the requests that were running in it."""
+        for request_id, stream in list(self._streams.items()):
+            if stream.running_in != epoch:
+                continue
+            stream.crashes += 1
+            if stream.crashes >= MAX_CRASHES:
+                error = EngineError(ErrorCode.POISONED, f"the engine crashed {stream.crashes} times while this request was running")
+                stream.push(OutItem(request_id, len(stream.output_ids), finish="error", error=error))
+                del self._streams[request_id]
+
+    def _watch(self, pid: int) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ProcessLookupError):
+            self._process_handle = open_process_handle(pid)
+            if self._process_handle is not None:
+                loop.add_reader(self._process_handle, self._lose_engine, "its process ended")
+
+    def _lose_engine(self, why: str) -> None:
+        """No engine answers from now on; `_beat` says Hello until one does."""
+        if self._forget_engine():
+            logger.warning("the engine is gone (%s); %d streams wait for the next one", why, len(self._streams))
+            self._open_socket()
+
+    def _forget_engine(self) -> bool:
+        """Drop what belongs to the connection; True if there was one."""
+        if self._process_handle is not None:
+            asyncio.get_running_loop().remove_reader(self._process_handle)
+            os.close(self._process_handle)
+            self._process_handle = None
+        was_connected = self._connected.is_set()
+        self._connected.clear()
+        for claim in self._claims:
+            claim.cancel()
+        self._claims.clear()
+        return was_connected
+
+
+def _as_exception(error: EngineError) -> Exception:
+    if error.code in (ErrorCode.CONTEXT_LENGTH, ErrorCode.BAD_REQUEST):
+        return RequestRejected(ErrorCode(error.code), error.message)
+    return RequestFailed(error.code, error.message)

@@ -1,0 +1,102 @@
+"""The rules of the map that a machine can check."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ["platform", "adapters", "engine", "kernels", "admin_ui", "migrations"]
+SOURCES = sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc"}
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_no_top_level_folder_is_a_package() -> None:
+    assert [str(p) for p in ROOT.glob("*/__init__.py")] == []
+
+
+def test_no_test_folder_is_a_package() -> None:
+    assert [str(p) for p in (ROOT / "tests").rglob("__init__.py")] == []
+
+
+def test_platform_and_torch_import_from_the_root() -> None:
+    found = run_python("import platform, torch; print(platform.__file__, platform.system())")
+    assert found.startswith(sysconfig.get_paths()["stdlib"])
+
+
+def test_room_lists_in_pyproject_equal_the_folders() -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = [f"{room}/graftwork_{room}" for room in ROOMS]
+    assert sorted(pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == sorted(packages)
+    assert sorted(pyproject["tool"]["hatch"]["build"]["dev-mode-dirs"]) == sorted(ROOMS)
+    assert sorted(pyproject["tool"]["importlinter"]["root_packages"]) == sorted(f"graftwork_{room}" for room in ROOMS)
+    assert sorted(pyproject["tool"]["pytest"]["ini_options"]["pythonpath"]) == sorted(ROOMS)
+    for package in packages:
+        assert (ROOT / package / "__init__.py").exists()
+        assert (ROOT / package / "py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("graftwork_engine.sched.scheduler", ["torch", "transformers", "triton"]),
+        ("graftwork_engine.kv.manager", ["torch", "transformers", "triton"]),
+        ("graftwork_engine.core", ["torch", "transformers", "triton"]),
+        ("graftwork_engine.client", ["torch", "transformers", "triton"]),
+        ("graftwork_platform.app", ["torch", "transformers", "triton", "peft"]),
+        ("graftwork_platform.serve.api_process", ["torch", "transformers", "triton", "peft"]),
+        ("graftwork_platform.cli", ["torch", "transformers", "triton", "peft"]),
+    ],
+)
+def test_module_leaves_heavy_libraries_alone(module: str, forbidden: list[str]) -> None:
+    loaded = run_python(f"import sys, {module}; print(*[m for m in {forbidden!r} if m in sys.modules])")
+    assert loaded == ""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_file_keeps_house_style(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert path.stem not in FORBIDDEN_NAMES
+    assert ast.get_docstring(tree), "a file opens with a sentence of purpose"
+    if len(text.splitlines()) > MAX_FILE_LINES:
+        assert "This file is long because" in text, f"{len(text.splitlines())} lines and no reason given in it"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            length = node.end_lineno - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+def test_public_names_have_docstrings() -> None:
+    missing = []
+    for path in SOURCES:
+        if "versions" in path.parts:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            is_definition = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if is_definition and not node.name.startswith("_") and not ast.get_docstring(node):
+                missing.append(f"{path.relative_to(ROOT)}: {node.name}")
+    assert missing == []
+
+
+def test_nothing_left_to_do() -> None:
+    pattern = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
+    found = [
+        f"{p.relative_to(ROOT)}: {line.strip()}" for p in SOURCES for line in p.read_text().splitlines() if pattern.search(line)
+    ]
+    assert found == []

@@ -1,0 +1,257 @@
+"""The engine's socket and its client: streams, aborts, the engine's death, the client's death, poisoned requests.
+
+A scripted engine stands in for the model: token i of a request is (sum of its prompt + i) mod 1000, so a resumed stream can be told
+from a restarted one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from graftwork_engine.client import EngineClient, GenerationRequest
+from graftwork_engine.errors import EngineUnavailable, ErrorCode, RequestFailed, RequestRejected
+from graftwork_engine.messages import Orphan, OutItem, Sampling
+
+POISON = 666
+
+ENGINE = textwrap.dedent(
+    """
+    import os, sys, time
+    from graftwork_engine.errors import ErrorCode, RequestRejected
+    from graftwork_engine.messages import OutItem
+    from graftwork_engine.loop import serve
+
+    STEP_S, POISON = float(sys.argv[2]), 666
+
+    class ScriptedCore:
+        def __init__(self):
+            self.requests, self.on_running, self.last_num_tokens = {}, lambda ids: None, 0
+            self.fresh = []
+        def add(self, request):
+            if len(request.prompt_ids) > 100:
+                raise RequestRejected(ErrorCode.CONTEXT_LENGTH, "101 tokens do not fit 100")
+            self.requests[request.request_id] = request
+            self.fresh.append(request.request_id)
+        def abort(self, request_id):
+            request = self.requests.pop(request_id, None)
+            return None if request is None else len(request.output_ids)
+        @property
+        def has_work(self):
+            return bool(self.requests)
+        def stats(self):
+            return {"requests_running": float(len(self.requests))}
+        def step(self):
+            if self.fresh:
+                self.on_running(self.fresh)
+                self.fresh = []
+                time.sleep(0.02)  # the socket thread's turn, as a model's step would give it
+            time.sleep(STEP_S)
+            items = []
+            for request in list(self.requests.values()):
+                if POISON in request.prompt_ids and len(request.output_ids) >= 2:
+                    os.kill(os.getpid(), 9)
+                index = len(request.output_ids)
+                request.output_ids.append((sum(request.prompt_ids) + index) % 1000)
+                done = index + 1 == request.sampling.max_tokens
+                items.append(OutItem(request.request_id, index, request.output_ids[-1:], finish="length" if done else None))
+                if done:
+                    del self.requests[request.request_id]
+            self.last_num_tokens = len(items)
+            return items
+
+    class Assembly:
+        core, base_id, max_model_len, max_prompt_and_output = ScriptedCore(), "base", 100, 100
+        def wake_with(self, wake): pass
+        def close(self): pass
+
+    serve(Assembly(), sys.argv[1], step_limit_s=60.0)
+    """
+)
+
+
+class EngineProcess:
+    """Starts and restarts the scripted engine."""
+
+    def __init__(self, folder: Path, step_s: float) -> None:
+        self.script = folder / "scripted_engine.py"
+        self.script.write_text(ENGINE)
+        self.endpoint = f"ipc://{folder}/e"
+        self.step_s = step_s
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, str(self.script), self.endpoint, str(self.step_s)])
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    async def keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            if self.process is not None and self.process.poll() is not None:
+                self.start()
+
+
+@contextlib.asynccontextmanager
+async def engine_and_client(tmp_path: Path, step_s: float = 0.005) -> AsyncIterator[tuple[EngineProcess, EngineClient]]:
+    engine = EngineProcess(tmp_path, step_s)
+    engine.start()
+    try:
+        async with EngineClient(engine.endpoint) as client:
+            await client.wait_ready(30)
+            yield engine, client
+    finally:
+        if engine.process is not None:
+            engine.kill()
+
+
+def request_of(name: str, prompt: list[int], max_tokens: int = 20) -> GenerationRequest:
+    return GenerationRequest(name, prompt, Sampling(max_tokens=max_tokens, seed=1), b"salt", "flow")
+
+
+async def tokens_of(client: EngineClient, request: GenerationRequest) -> list[int]:
+    return [token async for item in client.generate(request) for token in item.token_ids]
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    return [(sum(prompt) + i) % 1000 for i in range(count)]
+
+
+async def until(condition: object, timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.01)
+
+
+def test_streams_side_by_side(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (_, client):
+            outputs = await asyncio.gather(*(tokens_of(client, request_of(f"r{i}", [i, 7])) for i in range(20)))
+            assert outputs == [expected([i, 7], 20) for i in range(20)]
+            assert client.num_streams == 0
+
+    asyncio.run(run())
+
+
+def test_rejected_request_raises_and_the_rest_goes_on(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (_, client):
+            with pytest.raises(RequestRejected) as raised:
+                await tokens_of(client, request_of("long", [1] * 101))
+            assert raised.value.code is ErrorCode.CONTEXT_LENGTH
+            assert await tokens_of(client, request_of("short", [1])) == expected([1], 20)
+
+    asyncio.run(run())
+
+
+def test_closing_the_stream_aborts_in_the_engine(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (_, client):
+            stream = client.generate(request_of("r", [5], max_tokens=100_000))
+            async for _ in stream:
+                break
+            await stream.aclose()
+            await until(lambda: client.stats.get("requests_running") == 0.0)
+            assert client.num_streams == 0
+
+    asyncio.run(run())
+
+
+def test_streams_go_on_through_kills_of_the_engine(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path, step_s=0.01) as (engine, client):
+            keeper = asyncio.create_task(engine.keep_alive())
+            prompts = [[i, 3] for i in range(8)]
+            tasks = [asyncio.create_task(tokens_of(client, request_of(f"r{i}", p, 60))) for i, p in enumerate(prompts)]
+            await asyncio.sleep(0.3)
+            assert engine.process is not None
+            engine.process.kill()
+            outputs = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+            keeper.cancel()
+            assert outputs == [expected(p, 60) for p in prompts]
+            assert client.restarts == 1
+
+    asyncio.run(run())
+
+
+def test_poisoned_request_fails_and_the_others_end_well(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path, step_s=0.01) as (engine, client):
+            keeper = asyncio.create_task(engine.keep_alive())
+            with pytest.raises(RequestFailed) as raised:
+                await asyncio.wait_for(tokens_of(client, request_of("bad", [POISON])), 60)
+            assert raised.value.code == ErrorCode.POISONED
+            await client.wait_ready(30)
+            assert await asyncio.wait_for(tokens_of(client, request_of("good", [4])), 30) == expected([4], 20)
+            keeper.cancel()
+
+    asyncio.run(run())
+
+
+def test_waiting_for_an_engine_ends_with_unavailable(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with EngineClient(f"ipc://{tmp_path}/nobody") as client:
+            with pytest.raises(EngineUnavailable):
+                await anext(client.generate(request_of("r", [1]), wait_s=0.3))
+
+    asyncio.run(run())
+
+
+def test_orphans_of_a_killed_client_stop_and_are_handed_over_once(tmp_path: Path) -> None:
+    dying_client = textwrap.dedent(
+        f"""
+        import asyncio
+        from graftwork_engine.client import EngineClient, GenerationRequest
+        from graftwork_engine.messages import Sampling
+        async def main():
+            async with EngineClient("ipc://{tmp_path}/e") as client:
+                request = GenerationRequest("orphan", [1], Sampling(max_tokens=100000, seed=1), b"", "f")
+                async for item in client.generate(request):
+                    print(item.first_output_index, flush=True)
+        asyncio.run(main())
+        """
+    )
+
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (_, client):
+            process = subprocess.Popen([sys.executable, "-c", dying_client], stdout=subprocess.PIPE)
+            assert process.stdout is not None
+            seen = 0
+            while seen < 5:
+                seen = int(await asyncio.to_thread(process.stdout.readline)) + 1
+            os.kill(process.pid, signal.SIGKILL)
+            seen = max([seen, *[int(line) + 1 for line in process.stdout.read().split()]])
+            process.wait()
+            process.stdout.close()
+            await until(lambda: client.stats.get("requests_running") == 0.0)
+            claimed: list[Orphan] = await client.claim_orphans()
+            assert [orphan.request_id for orphan in claimed] == ["orphan"]
+            assert claimed[0].output_count >= seen
+            assert await client.claim_orphans() == []
+
+    asyncio.run(run())
+
+
+def test_items_that_overlap_what_the_client_has_are_trimmed() -> None:
+    from graftwork_engine.client import _Stream
+
+    stream = _Stream(request_of("r", [1]), None)
+    stream.push(OutItem("r", 0, [1, 2, 3]))
+    assert not stream.push(OutItem("r", 2, [3, 4]))
+    assert stream.output_ids == [1, 2, 3, 4]
+    assert stream.items.get_nowait().token_ids == [1, 2, 3]
+    assert stream.items.get_nowait().token_ids == [4]
+    assert stream.push(OutItem("r", 9, [10])), "a gap ends the stream"
+    assert stream.items.get_nowait().error is not None
