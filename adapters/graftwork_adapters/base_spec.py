@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from graftwork_adapters.base_id import base_id
+from graftwork_adapters.errors import InvalidSafetensors, UnsupportedBase
+from graftwork_adapters.safetensors_header import TensorEntry, read_header
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 PROJECTIONS = (
     "self_attn.q_proj",
@@ -43,3 +53,81 @@ class BaseSpec:
     def site(self, module: str) -> Site | None:
         """The site of a module path, or None where LoRA cannot attach."""
         return next((s for s in self.sites if s.module == module), None)
+
+
+def load_base_spec(model_dir: Path, cache_dir: Path | None = None, *, name: str | None = None) -> BaseSpec:
+    """Describe the base model in ``model_dir`` (a Hugging Face folder) from `config.json` and its safetensors files.
+
+    ``cache_dir`` keeps the base id between starts (`base_id.base_id`); ``name`` is what adapters call this base, the folder's own
+    name if None. Raises `UnsupportedBase`.
+    """
+    config = _read_object(model_dir / "config.json")
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise UnsupportedBase(f"architecture {architecture} is not served; served are {', '.join(SUPPORTED_ARCHITECTURES)}")
+    num_layers = config.get("num_hidden_layers")
+    if type(num_layers) is not int or num_layers < 1:
+        raise UnsupportedBase(f"config.json: num_hidden_layers is {num_layers!r}")
+    tensors = _read_tensors(model_dir)
+    modules = {tensor.rpartition(".")[0] for tensor in tensors}
+    return BaseSpec(
+        base_id=base_id(model_dir, tensors, cache_dir),
+        name=name or model_dir.resolve().name,
+        architecture=architecture,
+        num_layers=num_layers,
+        sites=tuple(_site(layer, place, tensors) for layer in range(num_layers) for place in range(len(PROJECTIONS))),
+        # A tied head has no tensor of its own and is a module all the same.
+        module_names=frozenset(modules | {"lm_head"}),
+    )
+
+
+def _site(layer: int, place: int, tensors: Mapping[str, tuple[Path, TensorEntry]]) -> Site:
+    projection = PROJECTIONS[place]
+    module = f"model.layers.{layer}.{projection}"
+    weight = tensors.get(f"{module}.weight")
+    if weight is None or len(weight[1].shape) != 2:
+        raise UnsupportedBase(f"the base has no matrix {module}.weight, which its architecture calls for")
+    out_features, in_features = weight[1].shape
+    return Site(
+        index=layer * len(PROJECTIONS) + place,
+        layer=layer,
+        projection=projection,
+        module=module,
+        in_features=in_features,
+        out_features=out_features,
+        has_bias=f"{module}.bias" in tensors,
+    )
+
+
+def _read_tensors(model_dir: Path) -> dict[str, tuple[Path, TensorEntry]]:
+    """Every tensor of the model's shards and the file it lies in."""
+    index_path = model_dir / "model.safetensors.index.json"
+    shards = {"model.safetensors"}
+    if index_path.is_file():
+        weight_map = _read_object(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UnsupportedBase("model.safetensors.index.json has no weight_map")
+        shards = set(weight_map.values())
+    tensors: dict[str, tuple[Path, TensorEntry]] = {}
+    for shard in sorted(shards, key=str):
+        if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]+\.safetensors", shard):
+            raise UnsupportedBase(f"model.safetensors.index.json names the shard {shard!r}")
+        # The model hub's local cache is made of links; the base is the operator's own, so they are followed.
+        path = (model_dir / shard).resolve()
+        try:
+            header = read_header(path)
+        except (InvalidSafetensors, OSError) as error:
+            raise UnsupportedBase(f"{shard} cannot be read: {error}") from error
+        tensors.update((entry.name, (path, entry)) for entry in header.tensors)
+    return tensors
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UnsupportedBase(f"{path.name} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UnsupportedBase(f"{path.name} is not a JSON object")
+    return value

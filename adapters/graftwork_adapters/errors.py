@@ -1,10 +1,12 @@
 """The adapters room's errors.
 
 AdapterError
-├── InvalidUpload        the uploaded folder cannot be served; carries every finding
+├── InvalidSafetensors   a file's header is not the format's, or lies about its tensors; carries every problem
 ├── StoreError
 │   ├── BlobNotFound     no such key in the object store
 │   ├── BlobCorrupt      its bytes are not what the key or the metadata says
+│   ├── InvalidKey       not a key of an object store
+│   ├── UnsupportedStore a store URL that this version has no driver for
 │   └── StoreUnavailable it does not answer, or the disk is full
 ├── AdapterTooLarge      it can never fit the memory it is meant for
 └── UnsupportedBase      the base model's files do not describe a decoder that adapters can attach to
@@ -12,9 +14,20 @@ AdapterError
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class AdapterError(Exception):
     """Root of the tree."""
+
+
+class InvalidSafetensors(AdapterError):
+    """A safetensors file that cannot be trusted. ``problems`` lists (tensor or None, what is wrong) in file order."""
+
+    def __init__(self, path: Path, problems: tuple[tuple[str | None, str], ...]) -> None:
+        self.path = path
+        self.problems = problems
+        super().__init__("; ".join(f"{path.name}{f' [{tensor}]' if tensor else ''}: {what}" for tensor, what in problems[:5]))
 
 
 class StoreError(AdapterError):
@@ -27,6 +40,14 @@ class BlobNotFound(StoreError):
 
 class BlobCorrupt(StoreError):
     """The bytes are not what their key or metadata promises."""
+
+
+class InvalidKey(StoreError):
+    """Not a key of an object store: an empty, ``.`` or ``..`` part, a leading ``/``, or a name that is also a prefix."""
+
+
+class UnsupportedStore(StoreError):
+    """A store URL that this version has no driver for."""
 
 
 class StoreUnavailable(StoreError):

@@ -1,6 +1,6 @@
 """The packed form: an adapter as the rows that kernels read, in one safetensors file. Knows no torch.
 
-The file holds one uint8 tensor, ``rows``, and in its metadata the index, the key and the sha256 of those bytes. Rows follow each
+The file holds one uint8 tensor, ``rows``, and in its metadata the index, the key and the sha256 of index and rows. Rows follow each
 other in layer → projection order (per site: the rows of A, the rows of B transposed, the output scale, the bias), each padded to a
 multiple of `ROW_ALIGNMENT`, so that loading is one read and one copy per device page.
 """
@@ -17,7 +17,6 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from graftwork_adapters.errors import BlobCorrupt
 from graftwork_adapters.keys import AdapterDigest, PackedKey, RowTypeName, packed_key
@@ -26,6 +25,8 @@ ROW_ALIGNMENT = 64
 """Bytes; the kernels' own constant of the same name (a test holds the two together)."""
 
 ABSENT = -1
+
+_UNREADABLE = (SafetensorError, OSError, KeyError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +70,61 @@ class PackedIndex:
 
 
 def write_packed(path: Path, index: PackedIndex, rows: npt.NDArray[np.uint8]) -> None:
-    """Write ``rows`` (uint8 [index.num_bytes]) and its index to ``path``."""
+    """Write ``rows`` (uint8 [index.num_bytes]) and its index to ``path``; the same index and rows give the same bytes."""
     if rows.dtype != np.uint8 or rows.shape != (index.num_bytes,):
         raise AssertionError(f"rows are {rows.dtype} {rows.shape}, the index says uint8 ({index.num_bytes},)")
+    index_text = json.dumps(asdict(index), separators=(",", ":"))
     metadata = {
         "graftwork.key": index.key,
         "graftwork.sha256": hashlib.sha256(rows.data).hexdigest(),
-        "graftwork.index": json.dumps(asdict(index), separators=(",", ":")),
+        "graftwork.index": index_text,
+        "graftwork.index_sha256": hashlib.sha256(index_text.encode()).hexdigest(),
     }
-    save_file({"rows": rows}, path, metadata=metadata)
+    # Not by the safetensors library: it orders metadata anew in each process, and copies the rows.
+    entry = {"dtype": "U8", "shape": [index.num_bytes], "data_offsets": [0, index.num_bytes]}
+    header = json.dumps({"__metadata__": metadata, "rows": entry}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(rows.data)
+
+
+def read_index(path: Path, key: str) -> PackedIndex:
+    """Read the index of the packed form ``key`` without its rows; raises `BlobCorrupt` unless it belongs to that key and file."""
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            shape = file.get_slice("rows").get_shape()
+        index_text, checksum = metadata["graftwork.index"], metadata["graftwork.index_sha256"]
+        index = _parse_index(json.loads(index_text))
+    except _UNREADABLE as error:
+        raise BlobCorrupt(f"packed adapter {key} cannot be read: {_reason(error)}") from error
+    if hashlib.sha256(index_text.encode()).hexdigest() != checksum:
+        raise BlobCorrupt(f"packed adapter {key}: its index does not match its checksum")
+    if index.key != key or packed_key(index.digest, index.base_id, index.row_type) != key:
+        raise BlobCorrupt(f"packed adapter {key} holds another adapter, {index.key}")
+    if shape != [index.num_bytes]:
+        raise BlobCorrupt(f"packed adapter {key} has {shape} bytes of rows, its index says {index.num_bytes}")
+    return index
 
 
 def read_packed(path: Path, key: str) -> tuple[PackedIndex, npt.NDArray[np.uint8]]:
     """Read and verify the packed form ``key``; raises `BlobCorrupt` unless every byte is what its key and metadata promise."""
+    index = read_index(path, key)
     try:
         with safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
             rows = file.get_tensor("rows")
-        index = _parse_index(json.loads(metadata["graftwork.index"]))
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise BlobCorrupt(f"packed adapter {key} cannot be read: {error}") from error
-    if index.key != key or packed_key(index.digest, index.base_id, index.row_type) != key:
-        raise BlobCorrupt(f"packed adapter {key} holds another adapter, {index.key}")
-    if rows.dtype != np.uint8 or rows.shape != (index.num_bytes,):
-        raise BlobCorrupt(f"packed adapter {key} has {rows.shape} bytes of rows, its index says {index.num_bytes}")
-    if hashlib.sha256(rows.data).hexdigest() != metadata.get("graftwork.sha256"):
+            checksum = (file.metadata() or {})["graftwork.sha256"]
+    except _UNREADABLE as error:
+        raise BlobCorrupt(f"packed adapter {key} cannot be read: {_reason(error)}") from error
+    if rows.dtype != np.uint8 or hashlib.sha256(rows.data).hexdigest() != checksum:
         raise BlobCorrupt(f"packed adapter {key}: the bytes of its rows do not match their checksum")
     return index, rows
+
+
+def _reason(error: Exception) -> str:
+    # Paths stay out of it: the message may reach a client.
+    return (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
 
 
 def _parse_index(raw: dict[str, object]) -> PackedIndex:

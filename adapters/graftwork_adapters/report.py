@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
+
+MAX_FINDINGS_PER_CHECK = 200
+"""Beyond it `Report.fail_each` counts the rest in one finding: an adapter of another model has thousands of wrong tensors."""
 
 Result = Literal["pass", "warn", "fail"]
 
@@ -36,6 +40,13 @@ class Report:
     def fail(self, check: str, where: str | None, message: str, fix: str | None = None) -> None:
         """Note something that stops the adapter."""
         self.findings.append(Finding(check, "fail", where, message, fix))
+
+    def fail_each(self, check: str, problems: Sequence[tuple[str | None, str]], fix: str | None = None) -> None:
+        """Note several of the same kind, as pairs of (where, message)."""
+        for where, message in problems[:MAX_FINDINGS_PER_CHECK]:
+            self.fail(check, where, message, fix)
+        if len(problems) > MAX_FINDINGS_PER_CHECK:
+            self.fail(check, None, f"and {len(problems) - MAX_FINDINGS_PER_CHECK} more of the same kind", fix)
 
     @property
     def ok(self) -> bool:

@@ -53,6 +53,10 @@ class Assembly(Protocol):
         """The same, bounded by what KV memory can ever hold."""
         ...
 
+    def stats(self) -> dict[str, float]:
+        """A reading of everything in it; names end in their unit, counters in ``_total``."""
+        ...
+
     def wake_with(self, wake: Callable[[], None]) -> None:
         """``wake`` is called, from any thread, when a background load has finished."""
         ...
@@ -65,11 +69,11 @@ class Assembly(Protocol):
 class EngineLoop:
     """Takes requests from the server's inbox, steps the core, and hands each step's output back."""
 
-    def __init__(self, core: EngineCore, server: EngineServer, epoch: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._core, self._server, self._epoch, self._clock = core, server, epoch, clock
+    def __init__(self, assembly: Assembly, server: EngineServer, epoch: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._core, self._stats, self._server, self._epoch, self._clock = assembly.core, assembly.stats, server, epoch, clock
         self._stopping = threading.Event()
         self._step_started: float | None = None
-        core.on_running = lambda ids: server.send(Running(epoch, list(ids)))
+        self._core.on_running = lambda ids: server.send(Running(epoch, list(ids)))
 
     def stop(self) -> None:
         """Ask the loop to end after its current step; may be called from a signal handler."""
@@ -98,7 +102,7 @@ class EngineLoop:
                     self._server.send(Out(self._epoch, items))
             rest = 0.0 if progressed else BLOCKED_S if self._core.has_work else IDLE_S
             if self._clock() >= next_stats:
-                self._server.send(Stats(self._epoch, self._core.stats()))
+                self._server.send(Stats(self._epoch, self._stats()))
                 next_stats = self._clock() + STATS_S
 
     def _take_in(self, rest: float) -> None:
@@ -159,7 +163,7 @@ def serve(assembly: Assembly, endpoint: str, step_limit_s: float) -> None:
         max_prompt_and_output=assembly.max_prompt_and_output,
     )
     server = EngineServer(endpoint, ready)
-    loop = EngineLoop(assembly.core, server, epoch)
+    loop = EngineLoop(assembly, server, epoch)
     assembly.wake_with(lambda: server.inbox.put(None))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: loop.stop())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
+from graftwork_engine.kv.hashing import BlockKey
 from graftwork_engine.messages import Sampling, TokenLogprob
 
 RequestId = NewType("RequestId", str)
@@ -61,7 +62,10 @@ class Request:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when first scheduled
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
+    block_keys: list[BlockKey] = field(default_factory=list)  # of its full blocks, as far as they have been needed
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    order: int = -1  # its number in the order of arrival, given by the scheduler
+    adapter_index: int = -1  # its adapter's place on the device while it runs
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +76,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Output so far, tokens from before a resumption included."""
         return len(self.output_ids)
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """True until the client has them: they are sent with the first output token at the latest."""
+        return self.sampling.prompt_logprobs is not None and not self.output_ids
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Tokens ``start..end`` of prompt and output laid end to end."""

@@ -71,6 +71,7 @@ ENGINE = textwrap.dedent(
 
     class Assembly:
         core, base_id, max_model_len, max_prompt_and_output = ScriptedCore(), "base", 100, 100
+        def stats(self): return self.core.stats()
         def wake_with(self, wake): pass
         def close(self): pass
 

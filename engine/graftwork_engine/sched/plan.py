@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from graftwork_adapters.load_failure import LoadFailure
 from graftwork_engine.messages import TokenLogprob
-from graftwork_engine.request import Request
+from graftwork_engine.request import Request, RequestId
 
 BASE = -1
 """The adapter index of tokens that run on the base model alone."""
@@ -31,9 +32,13 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The requests of one step; their token counts add up to at most ``max_num_batched_tokens``."""
+    """The requests of one step; their token counts add up to at most ``max_num_batched_tokens``.
+
+    ``newly_running`` names those that take part in a step for the first time.
+    """
 
     scheduled: list[ScheduledRequest]
+    newly_running: list[RequestId] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -62,12 +67,8 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFailure:
-    """Why an adapter cannot be used; ``code`` is an `graftwork_engine.errors.ErrorCode` value."""
-
-    code: str
-    message: str
+AdapterFailure = LoadFailure
+"""Why an adapter cannot be used; ``code`` is an `graftwork_engine.errors.ErrorCode` value."""
 
 
 class AdapterGate(Protocol):
@@ -94,6 +95,14 @@ class AdapterGate(Protocol):
 
     def release(self, key: str) -> None:
         """Undo one successful `acquire`."""
+        ...
+
+    def needs_room(self, key: str) -> bool:
+        """True while only the device references of others keep this adapter from the device.
+
+        False while it is still being fetched or copied. Asked after `acquire` returned None: the scheduler then lets running
+        requests drain, should newer ones have passed too often.
+        """
         ...
 
     def failure(self, key: str) -> AdapterFailure | None:

@@ -1,0 +1,170 @@
+"""The device memory of adapters: one buffer cut into pages, and the tables by which kernels find rows. Knows no references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from graftwork_adapters.base_spec import BaseSpec
+from graftwork_adapters.errors import BlobCorrupt
+from graftwork_adapters.fetcher import HostAdapter
+from graftwork_adapters.keys import RowTypeName
+from graftwork_adapters.packed import ABSENT, ROW_ALIGNMENT, PackedIndex
+from graftwork_adapters.page_table import PageLayout, PageTable, Placement, plan_pages
+from graftwork_adapters.tensor_values import row_size
+
+NUM_SITE_FIELDS = 6
+"""Columns of a site record: first A row, first B row, rank, row type, scale row, bias row."""
+
+ROW_TYPE_CODE: dict[RowTypeName, int] = {"bfloat16": 0, "float32": 1, "int8": 2, "e4m3": 3}
+"""The row type column; the kernels' own `RowType` (a test holds the two together)."""
+
+_NO_SITE = (ABSENT, ABSENT, 0, ABSENT, ABSENT, ABSENT)
+
+
+def longest_row_bytes(base: BaseSpec, row_type: RowTypeName) -> int:
+    """Bytes of the longest row that an adapter of ``base`` can have: of A, of B, or of an fp32 scale or bias."""
+    return max(
+        max(row_size(row_type, max(site.in_features, site.out_features)), row_size("float32", site.out_features))
+        for site in base.sites
+    )
+
+
+class PoolTensors(NamedTuple):
+    """What kernels read; the tensors stay where they are for the life of the pool.
+
+    ``pool`` uint8 [pages * page_bytes]; ``row_offset`` int64 [max_rows], byte offsets into ``pool``; ``sites`` int64
+    [max_adapters, num_sites, `NUM_SITE_FIELDS`], where an absent site has rank 0 and -1 elsewhere.
+    """
+
+    pool: Tensor
+    row_offset: Tensor
+    sites: Tensor
+
+
+class DevicePool:
+    """Pages for adapters' rows, and the tables that point into them.
+
+    ``max_row_bytes`` is the longest row the base can have; a page is at least that. Row numbers and adapter indices are bounded
+    too: by default one row number per 128 bytes, and one index per page up to 1024. `place` and `free` keep the books and belong
+    to one thread; `clear` and `write` move bytes and belong to one other thread. A page may be written again as soon as it is
+    freed, so an adapter is freed only when no kernel that reads it is still running.
+    """
+
+    def __init__(
+        self,
+        pool_bytes: int,
+        num_sites: int,
+        max_row_bytes: int,
+        *,
+        page_bytes: int = 64 * 1024,
+        max_rows: int | None = None,
+        max_adapters: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.page_bytes = -(-max(page_bytes, max_row_bytes) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        num_pages = pool_bytes // self.page_bytes
+        self.table = PageTable(
+            num_pages,
+            pool_bytes // 128 if max_rows is None else max_rows,
+            min(num_pages, 1024) if max_adapters is None else max_adapters,
+        )
+        self._num_sites = num_sites
+        self._device = torch.device(device)
+        no_site = torch.tensor(_NO_SITE, dtype=torch.int64, device=self._device)
+        self.tensors = PoolTensors(
+            pool=torch.zeros(num_pages * self.page_bytes, dtype=torch.uint8, device=self._device),
+            row_offset=torch.zeros(self.table.max_rows, dtype=torch.int64, device=self._device),
+            sites=no_site.repeat(self.table.max_adapters, num_sites, 1),
+        )
+        self._no_sites = no_site.repeat(num_sites, 1)
+        # Copies run beside the step's kernels, on a stream of their own, and are complete when `write` returns.
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.table.num_pages * self.page_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages that adapters have."""
+        return (self.table.num_pages - self.table.num_free_pages) * self.page_bytes
+
+    def plan(self, index: PackedIndex) -> PageLayout:
+        """Cut an adapter's rows into pages. Any thread may call it.
+
+        Raises `AdapterTooLarge` if it can never fit, `BlobCorrupt` if its index would lead a kernel outside its own rows.
+        """
+        _check_index(index, self._num_sites)
+        layout = plan_pages(index.row_bytes, self.page_bytes)
+        self.table.check_fits(index.key, layout, self.page_bytes)
+        return layout
+
+    def place(self, layout: PageLayout) -> Placement | None:
+        """Take pages, row numbers and an index for an adapter; None if they are not free now."""
+        return self.table.place(layout)
+
+    def free(self, placement: Placement) -> None:
+        """Give them back. The index's site records are reset by the next `clear` or `write`."""
+        self.table.free(placement)
+
+    def clear(self, indices: Sequence[int]) -> None:
+        """Reset the site records of freed indices."""
+        with torch.cuda.stream(self._stream):
+            for index in indices:
+                self.tensors.sites[index].copy_(self._no_sites)
+        self._finish()
+
+    def write(self, placement: Placement, layout: PageLayout, adapter: HostAdapter) -> None:
+        """Copy an adapter's rows into its pages and write the tables that lead to them; everything is there when it returns."""
+        pages = np.array(placement.pages, dtype=np.int64)
+        offsets = pages[layout.row_page] * self.page_bytes + layout.row_start
+        rows = torch.from_numpy(adapter.rows)
+        first, end = placement.first_row, placement.first_row + placement.num_rows
+        with torch.cuda.stream(self._stream):
+            for page, (start, length) in zip(placement.pages, layout.page_runs, strict=True):
+                target = page * self.page_bytes
+                self.tensors.pool[target : target + length].copy_(rows[start : start + length], non_blocking=True)
+            self.tensors.row_offset[first:end].copy_(torch.from_numpy(offsets))
+            self.tensors.sites[placement.index].copy_(torch.from_numpy(self._site_records(adapter.index, first)))
+        self._finish()
+
+    def _site_records(self, index: PackedIndex, first_row: int) -> npt.NDArray[np.int64]:
+        records = np.tile(np.array(_NO_SITE, dtype=np.int64), (self._num_sites, 1))
+        code = ROW_TYPE_CODE[index.row_type]
+        for site in index.sites:
+            a, b, scale, bias = (
+                row if row == ABSENT else first_row + row for row in (site.a_row, site.b_row, site.scale_row, site.bias_row)
+            )
+            records[site.index] = (a, b, site.rank, code, scale, bias)
+        return records
+
+    def _finish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _check_index(index: PackedIndex, num_sites: int) -> None:
+    # The rows have a checksum, the index only a key: a wrong one must not send a kernel into another adapter's rows.
+    num_rows = index.num_rows
+    for count, size in index.row_runs:
+        if count < 1 or size < ROW_ALIGNMENT or size % ROW_ALIGNMENT:
+            raise BlobCorrupt(f"packed adapter {index.key} has rows of {size} bytes, {count} times")
+    if len({site.index for site in index.sites}) != len(index.sites):
+        raise BlobCorrupt(f"packed adapter {index.key} lists a site twice")
+    for site in index.sites:
+        parts = [(row, 1) for row in (site.scale_row, site.bias_row) if row != ABSENT]
+        if site.rank:
+            parts += [(site.a_row, site.rank), (site.b_row, site.rank)]
+        inside = all(row >= 0 and row + length <= num_rows for row, length in parts)
+        if not 0 <= site.index < num_sites or site.rank < 0 or not inside:
+            raise BlobCorrupt(f"packed adapter {index.key}: site {site.index} of {num_sites} points outside its {num_rows} rows")

@@ -1,0 +1,157 @@
+"""Packed adapters from the object store to host memory, by way of a bounded disk cache. Knows no device and no reference counts."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from graftwork_adapters.disk_cache import DiskCache
+from graftwork_adapters.errors import BlobCorrupt, BlobNotFound, StoreUnavailable
+from graftwork_adapters.keys import packed_path
+from graftwork_adapters.packed import PackedIndex, read_index, read_packed
+from graftwork_adapters.scratch import scratch_folder, sweep_scratch
+from graftwork_adapters.store import ObjectStore
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """A verified adapter in host memory; ``rows`` is uint8 [index.num_bytes]."""
+
+    index: PackedIndex
+    rows: npt.NDArray[np.uint8]
+
+
+class Fetcher:
+    """Fetches packed adapters by key and verifies them each time.
+
+    In two halves, so that the caller can make room in memory between them: `fetch` brings the file to the local disk and tells
+    its size, `read` brings the rows into memory. Every call blocks: make it from a worker thread, any number at once. Concurrent
+    fetches of one key make one request to the store. A cached file that turns out corrupt is fetched again, once.
+
+    Errors: `BlobNotFound`, `BlobCorrupt`, `StoreUnavailable`.
+    """
+
+    def __init__(self, store: ObjectStore, disk_dir: Path, max_disk_bytes: int) -> None:
+        self._store = store
+        self._incoming = disk_dir / "incoming"
+        with _unavailable_on_os_error():
+            sweep_scratch(self._incoming)
+            self._disk = DiskCache(disk_dir, max_disk_bytes)
+        self._lock = threading.Lock()
+        self._flights: dict[str, _Flight] = {}
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files in the disk cache."""
+        return self._disk.num_bytes
+
+    def fetch(self, key: str) -> PackedIndex:
+        """Bring the packed file of ``key`` to the local disk and keep it there until the matching `read` or `abandon`."""
+        if not _KEY.fullmatch(key):
+            raise BlobNotFound(f"{key!r} is not the key of a packed adapter")
+        self._disk.pin(key)
+        kept = False
+        try:
+            with _unavailable_on_os_error(), self._single_flight(key):
+                index = self._cached_index(key) or self._download(key)
+            kept = True
+        finally:
+            if not kept:
+                self._disk.unpin(key)
+        return index
+
+    def read(self, index: PackedIndex) -> HostAdapter:
+        """The verified rows of what `fetch` returned."""
+        key = index.key
+        try:
+            with _unavailable_on_os_error():
+                adapter = self._read_cached(key)
+                if adapter is None:
+                    with self._single_flight(key):
+                        adapter = self._read_cached(key) or self._download_and_read(key)
+                if adapter.index != index:
+                    raise BlobCorrupt(f"packed adapter {key}: its index changed while it was being loaded")
+                return adapter
+        finally:
+            self.abandon(index)
+
+    def abandon(self, index: PackedIndex) -> None:
+        """Give up what `fetch` returned without reading it."""
+        self._disk.unpin(index.key)
+        with _unavailable_on_os_error():
+            self._disk.trim()
+
+    def _cached_index(self, key: str) -> PackedIndex | None:
+        path = self._disk.find(key)
+        if path is None:
+            return None
+        try:
+            return read_index(path, key)
+        except BlobCorrupt:
+            self._disk.discard(key, path)
+            return None
+
+    def _read_cached(self, key: str) -> HostAdapter | None:
+        path = self._disk.find(key)
+        if path is None:
+            return None
+        try:
+            return HostAdapter(*read_packed(path, key))
+        except BlobCorrupt:
+            self._disk.discard(key, path)
+            return None
+
+    def _download(self, key: str) -> PackedIndex:
+        with scratch_folder(self._incoming) as scratch:
+            file = scratch / "packed"
+            self._store.fetch(packed_path(key), file)
+            index = read_index(file, key)
+            self._disk.add(key, file)
+            return index
+
+    def _download_and_read(self, key: str) -> HostAdapter:
+        with scratch_folder(self._incoming) as scratch:
+            file = scratch / "packed"
+            self._store.fetch(packed_path(key), file)
+            adapter = HostAdapter(*read_packed(file, key))
+            self._disk.add(key, file)
+            return adapter
+
+    @contextmanager
+    def _single_flight(self, key: str) -> Iterator[None]:
+        with self._lock:
+            flight = self._flights.setdefault(key, _Flight())
+            flight.num_waiting += 1
+        try:
+            with flight.lock:
+                yield
+        finally:
+            with self._lock:
+                flight.num_waiting -= 1
+                if not flight.num_waiting:
+                    del self._flights[key]
+
+
+class _Flight:
+    """The lock of one key, kept while anyone uses it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_waiting = 0
+
+
+@contextmanager
+def _unavailable_on_os_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailable(f"the adapter disk cache cannot be used: {error.strerror or type(error).__name__}") from error

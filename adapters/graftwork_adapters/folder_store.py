@@ -1,0 +1,161 @@
+"""The object store as a folder, local or shared by machines. Knows nothing of what the blobs hold."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from stat import S_ISREG
+from urllib.parse import unquote, urlsplit
+
+from graftwork_adapters.errors import BlobNotFound, InvalidKey, StoreUnavailable, UnsupportedStore
+from graftwork_adapters.scratch import scratch_folder, sweep_scratch
+from graftwork_adapters.store import ObjectStore
+
+_INCOMING = ".incoming"  # half-written blobs; never part of a key
+_MAX_NAME_BYTES = 255  # of one part of a key: what Linux file systems take
+
+
+def open_store(url: str) -> ObjectStore:
+    """The store at a folder path or ``file://`` URL. Raises `UnsupportedStore` for every other scheme."""
+    parts = urlsplit(url)
+    if not parts.scheme:
+        return FolderStore(Path(url))
+    if parts.scheme != "file":
+        raise UnsupportedStore(f"a store at {parts.scheme}:// is not served by this version; give a folder or a file:// URL")
+    if parts.netloc not in ("", "localhost"):
+        raise UnsupportedStore(f"a file:// URL names a folder of this machine, not of {parts.netloc}")
+    return FolderStore(Path(unquote(parts.path)))
+
+
+class FolderStore:
+    """An `ObjectStore` whose blobs are files below ``root``; several processes may share it.
+
+    A blob is written to a scratch folder, synced, and then linked to its name, so readers see all of it or nothing. Scratch
+    folders of writers that died are removed here.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+        with _unavailable_on_os_error("the store's folder"):
+            self._root.mkdir(parents=True, exist_ok=True)
+            sweep_scratch(self._root / _INCOMING)
+
+    def put_if_absent(self, key: str, source: Path) -> bool:
+        """See `ObjectStore.put_if_absent`. A full disk is `StoreUnavailable`."""
+        target = self._path(key)
+        with _unavailable_on_os_error(key):
+            written = not self.exists(key) and self._link_copy(source, target, key)
+            # Another writer may have linked the blob and not yet synced the folders: whoever reports it stored syncs them.
+            self._sync_folders(target.parent)
+        return written
+
+    def fetch(self, key: str, dest: Path) -> None:
+        """See `ObjectStore.fetch`."""
+        path = self._path(key)
+        if not self.exists(key):
+            raise BlobNotFound(f"the store has no {key}")
+        with _unavailable_on_os_error(key):
+            try:
+                blob = path.open("rb")
+            except FileNotFoundError as error:
+                raise BlobNotFound(f"the store has no {key}") from error
+            with blob, dest.open("xb") as copy:
+                try:
+                    shutil.copyfileobj(blob, copy, 1 << 20)
+                except OSError:
+                    dest.unlink()
+                    raise
+
+    def exists(self, key: str) -> bool:
+        """See `ObjectStore.exists`; a folder is not a blob."""
+        path = self._path(key)
+        with _unavailable_on_os_error(key):
+            try:
+                return S_ISREG(os.lstat(path).st_mode)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def list_keys(self, prefix: str) -> Iterator[str]:
+        """See `ObjectStore.list_keys`."""
+        if not prefix.endswith("/"):
+            raise InvalidKey(f"a prefix ends in '/', {prefix!r} does not")
+        return self._walk(self._path(prefix[:-1]), prefix)
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`."""
+        path = self._path(key)
+        if self.exists(key):
+            with _unavailable_on_os_error(key), suppress(FileNotFoundError):
+                path.unlink()
+                _sync_folder(path.parent)
+
+    def _path(self, key: str) -> Path:
+        parts = key.split("/")
+        if parts[0] == _INCOMING or not all(map(_is_name, parts)):
+            raise InvalidKey(f"{key!r} is not a key of an object store")
+        return self._root.joinpath(*parts)
+
+    def _link_copy(self, source: Path, target: Path, key: str) -> bool:
+        with scratch_folder(self._root / _INCOMING) as scratch:
+            blob = scratch / "blob"
+            with source.open("rb") as original, blob.open("xb") as copy:
+                shutil.copyfileobj(original, copy, 1 << 20)
+                copy.flush()
+                os.fsync(copy.fileno())
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.link(blob, target)
+            except (FileExistsError, NotADirectoryError) as error:
+                if not self.exists(key):
+                    raise InvalidKey(f"{key!r} is a prefix of other keys, or one of its prefixes is a key") from error
+                return False
+        return True
+
+    def _sync_folders(self, folder: Path) -> None:
+        while folder != self._root.parent:
+            _sync_folder(folder)
+            folder = folder.parent
+
+    def _walk(self, folder: Path, prefix: str) -> Iterator[str]:
+        with _unavailable_on_os_error(prefix):
+            try:
+                entries = sorted(os.scandir(folder), key=_listing_order)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(folder / entry.name, f"{prefix}{entry.name}/")
+            elif entry.is_file(follow_symlinks=False):
+                yield prefix + entry.name
+
+
+def _is_name(part: str) -> bool:
+    try:
+        return part not in ("", ".", "..") and "\0" not in part and len(part.encode()) <= _MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        return False
+
+
+def _listing_order(entry: os.DirEntry[str]) -> str:
+    # Keys are ordered as strings, where "a-b" comes before "a/b".
+    return entry.name + "/" if entry.is_dir(follow_symlinks=False) else entry.name
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _unavailable_on_os_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # The reason only: the exception's own text has paths in it, and this one may reach a client.
+        raise StoreUnavailable(f"the object store cannot serve {what}: {error.strerror or type(error).__name__}") from error

@@ -1,0 +1,153 @@
+"""Which pages, row numbers and index each resident adapter has. Bookkeeping alone: knows no tensors and moves no bytes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graftwork_adapters.errors import AdapterTooLarge
+
+
+@dataclass(frozen=True, eq=False)
+class PageLayout:
+    """How an adapter's rows are cut into pages, wherever those will lie.
+
+    ``row_page`` int64 [rows] numbers the adapter's own pages from 0, ``row_start`` int64 [rows] is a row's byte offset in its page,
+    and ``page_runs`` holds for each page the (start, length) of its bytes in the packed rows.
+    """
+
+    row_page: npt.NDArray[np.int64]
+    row_start: npt.NDArray[np.int64]
+    page_runs: tuple[tuple[int, int], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the adapter."""
+        return len(self.row_page)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it takes."""
+        return len(self.page_runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where an adapter lies: its index, its row numbers ``first_row .. first_row + num_rows``, and its pages in order."""
+
+    index: int
+    first_row: int
+    num_rows: int
+    pages: tuple[int, ...]
+
+
+def plan_pages(row_bytes: npt.NDArray[np.int64], page_bytes: int) -> PageLayout:
+    """Fill pages with rows in order (next fit), none straddling two. Raises `AdapterTooLarge` for a row longer than a page."""
+    if len(row_bytes) and row_bytes.max() > page_bytes:
+        raise AdapterTooLarge(f"a row of {row_bytes.max()} bytes is longer than a page of {page_bytes} bytes")
+    ends = np.cumsum(row_bytes)
+    row_page = np.zeros(len(row_bytes), dtype=np.int64)
+    runs: list[tuple[int, int]] = []
+    row, start = 0, 0
+    while row < len(row_bytes):
+        next_row = int(np.searchsorted(ends, start + page_bytes, side="right"))
+        row_page[row:next_row] = len(runs)
+        end = int(ends[next_row - 1])
+        runs.append((start, end - start))
+        row, start = next_row, end
+    page_starts = np.array([start for start, _ in runs], dtype=np.int64)
+    return PageLayout(row_page, ends - row_bytes - page_starts[row_page], tuple(runs))
+
+
+class PageTable:
+    """Free pages, free row numbers and free indices of a device pool."""
+
+    def __init__(self, num_pages: int, max_rows: int, max_adapters: int) -> None:
+        self.num_pages = num_pages
+        self.max_rows = max_rows
+        self.max_adapters = max_adapters
+        self._free_pages = list(range(num_pages - 1, -1, -1))
+        self._free_indices = list(range(max_adapters - 1, -1, -1))
+        self._row_starts = [0] if max_rows else []  # free intervals of row numbers, ascending and never adjacent
+        self._row_lengths = [max_rows] if max_rows else []
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no adapter has."""
+        return len(self._free_pages)
+
+    def check_fits(self, key: str, layout: PageLayout, page_bytes: int) -> None:
+        """Raise `AdapterTooLarge` if the adapter could not be placed even with all others gone."""
+        if layout.num_pages > self.num_pages:
+            needed, there = layout.num_pages * page_bytes, self.num_pages * page_bytes
+            raise AdapterTooLarge(f"adapter {key} needs {needed} bytes of adapter memory, there are {there}")
+        if layout.num_rows > self.max_rows:
+            raise AdapterTooLarge(f"adapter {key} has {layout.num_rows} rows, adapter memory has room for {self.max_rows}")
+        if not self.max_adapters:
+            raise AdapterTooLarge(f"adapter {key} needs adapter memory, there is room for 0 adapters")
+
+    def place(self, layout: PageLayout) -> Placement | None:
+        """Take what the adapter needs, its row numbers as one interval (first fit); None, with nothing taken, if it lacks room."""
+        if layout.num_pages > len(self._free_pages) or not self._free_indices:
+            return None
+        first_row = self._take_rows(layout.num_rows)
+        if first_row is None:
+            return None
+        pages = tuple(self._free_pages.pop() for _ in range(layout.num_pages))
+        return Placement(self._free_indices.pop(), first_row, layout.num_rows, pages)
+
+    def free(self, placement: Placement) -> None:
+        """Give back everything `place` took."""
+        self._free_pages.extend(reversed(placement.pages))
+        self._free_indices.append(placement.index)
+        self._give_rows(placement.first_row, placement.num_rows)
+
+    def check_integrity(self, live: Iterable[Placement]) -> None:
+        """Raise `AssertionError` unless free and ``live`` pages, rows and indices are each counted exactly once."""
+        placements = list(live)
+        pages = self._free_pages + [page for p in placements for page in p.pages]
+        if sorted(pages) != list(range(self.num_pages)):
+            raise AssertionError(f"pages: {len(pages)} of {self.num_pages} accounted for, {len(set(pages))} distinct")
+        indices = self._free_indices + [p.index for p in placements]
+        if sorted(indices) != list(range(self.max_adapters)):
+            raise AssertionError(f"adapter indices: {len(indices)} of {self.max_adapters}, {len(set(indices))} distinct")
+        intervals = list(zip(self._row_starts, self._row_lengths, strict=True))
+        intervals += [(p.first_row, p.num_rows) for p in placements if p.num_rows]
+        end = 0
+        for start, length in sorted(intervals):
+            if start != end:
+                raise AssertionError(f"rows: {'overlap' if start < end else 'gap'} at row {min(start, end)}")
+            end = start + length
+        if end != self.max_rows:
+            raise AssertionError(f"rows: {end} of {self.max_rows} accounted for")
+
+    def _take_rows(self, count: int) -> int | None:
+        if not count:
+            return 0
+        for place, length in enumerate(self._row_lengths):
+            if length >= count:
+                start = self._row_starts[place]
+                if length == count:
+                    del self._row_starts[place], self._row_lengths[place]
+                else:
+                    self._row_starts[place] += count
+                    self._row_lengths[place] -= count
+                return start
+        return None
+
+    def _give_rows(self, start: int, count: int) -> None:
+        if not count:
+            return
+        place = bisect_left(self._row_starts, start)
+        if place < len(self._row_starts) and start + count == self._row_starts[place]:
+            count += self._row_lengths[place]
+            del self._row_starts[place], self._row_lengths[place]
+        if place and self._row_starts[place - 1] + self._row_lengths[place - 1] == start:
+            self._row_lengths[place - 1] += count
+        else:
+            self._row_starts.insert(place, start)
+            self._row_lengths.insert(place, count)

@@ -1,0 +1,92 @@
+"""What is asked of a publishing process and what it answers, with their JSON form. Knows no tensors and starts no process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from graftwork_adapters.base_spec import BaseSpec
+from graftwork_adapters.keys import AdapterDigest, PackedKey, RowTypeName
+from graftwork_adapters.report import Report
+
+OUT_OF_MEMORY_EXIT = 75
+"""Exit status of a publishing process whose allocation was refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large an upload may be, and whether it must name the base it is served on."""
+
+    max_rank: int = 256
+    max_upload_bytes: int = 1 << 30
+    max_files: int = 64
+    max_header_bytes: int = 16 << 20
+    max_config_bytes: int = 1 << 20
+    require_base_name: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PublishJob:
+    """Validate ``upload_dir`` against ``spec`` and, if it passes, write its packed form to ``out_path``.
+
+    Packing a stored upload again, for another base or row type, is the same job with ``expected_digest`` set: an upload whose
+    content is another one then fails.
+    """
+
+    upload_dir: Path
+    out_path: Path
+    spec: BaseSpec
+    row_type: RowTypeName
+    limits: Limits = field(default_factory=Limits)
+    expected_digest: AdapterDigest | None = None
+
+    @property
+    def partial_path(self) -> Path:
+        """Where the packed form lies until it is whole; beside ``out_path``."""
+        return self.out_path.with_name(f"{self.out_path.name}.partial")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishResult:
+    """The verdict on one upload.
+
+    ``ok`` is `report.ok`; then ``digest`` and ``packed_key`` are set, ``out_path`` holds the packed form, and ``files`` names the
+    files of the upload that belong into the store (what was ignored with a warning is not among them). ``num_bytes`` counts the
+    packed rows, ``max_rank`` is the largest rank of any module.
+    """
+
+    ok: bool
+    report: Report
+    digest: AdapterDigest | None = None
+    packed_key: PackedKey | None = None
+    num_bytes: int = 0
+    max_rank: int = 0
+    files: tuple[str, ...] = ()
+
+
+def encode_job(job: PublishJob) -> bytes:
+    """The JSON form of ``job``."""
+    return msgspec.json.encode(job, enc_hook=str)
+
+
+def decode_job(data: bytes) -> PublishJob:
+    """Read a job's JSON form; raises `msgspec.MsgspecError` unless it is one."""
+    return msgspec.json.decode(data, type=PublishJob, dec_hook=_to_path)
+
+
+def encode_result(result: PublishResult) -> bytes:
+    """The JSON form of ``result``."""
+    return msgspec.json.encode(result)
+
+
+def decode_result(data: bytes) -> PublishResult:
+    """Read a result's JSON form; raises `msgspec.MsgspecError` unless it is one."""
+    return msgspec.json.decode(data, type=PublishResult)
+
+
+def _to_path(kind: type, value: object) -> Path:
+    if kind is not Path or not isinstance(value, str):
+        raise NotImplementedError(f"no JSON form for {kind}")
+    return Path(value)

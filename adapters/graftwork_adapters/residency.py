@@ -1,0 +1,367 @@
+"""The front door of adapter memory: which adapters are on the host and on the device, and who still needs them.
+
+Knows keys and references; refuses to know requests, tenants and the kernels that read the memory.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
+from itertools import count
+
+from graftwork_adapters.background import Background
+from graftwork_adapters.device_pool import DevicePool, PoolTensors
+from graftwork_adapters.errors import AdapterError, AdapterTooLarge, BlobCorrupt
+from graftwork_adapters.fetcher import Fetcher
+from graftwork_adapters.host_cache import HostCache, HostCopy
+from graftwork_adapters.load_failure import LoadFailure, failure_of
+from graftwork_adapters.packed import PackedIndex
+from graftwork_adapters.page_table import PageLayout, Placement
+from graftwork_adapters.residency_entry import Entry, HostState
+
+
+class AdapterResidency:
+    """Host and device copies of adapters by key: the engine's adapter gate.
+
+    Every method but `close` belongs to one thread, the engine's, and none of them blocks: fetching and reading run on
+    ``load_executor`` (by default ``max_loads`` threads), copies to the device on ``copy_executor`` (one thread, always), and
+    `poll` takes in what they have finished. ``on_change`` is called from those threads, so that an idle engine can be woken.
+
+    A holder keeps the host copy only until the device has one. Device memory goes to those that asked for it, first come first
+    served among those that the host has ready; so does host memory, in the order in which loads began. ``base_id``, where given,
+    is checked against every adapter: rows made for another base do not fit this one's projections.
+    """
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        device_pool: DevicePool,
+        host_bytes: int,
+        *,
+        base_id: str | None = None,
+        max_loads: int = 4,
+        on_change: Callable[[], None] | None = None,
+        load_executor: Executor | None = None,
+        copy_executor: Executor | None = None,
+    ) -> None:
+        self._fetcher = fetcher
+        self._pool = device_pool
+        self._host = HostCache(host_bytes)
+        self._base_id = base_id
+        self._background = Background(on_change)
+        self._loads = load_executor or ThreadPoolExecutor(max_loads, thread_name_prefix="adapter-load")
+        self._copies = copy_executor or ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
+        self._entries: dict[str, Entry] = {}
+        self._arrivals = count()
+        self._read_queue: list[tuple[int, str]] = []  # (arrival, key) of the fetched, ascending
+        self._copy_queue: OrderedDict[str, None] = OrderedDict()  # wanted, on the host and not yet placed
+        self._idle: OrderedDict[str, None] = OrderedDict()  # what may be evicted from the device, least recently used first
+        self._idle_pages = 0
+        self._protected: set[str] = set()
+        self._stale_indices: list[int] = []  # freed since the last copy; their site records are reset by the next
+        self._num_loads = self._num_load_failures = self._num_evictions = self._num_copies = self._num_hits = 0
+
+    @property
+    def memory(self) -> PoolTensors:
+        """The tensors that kernels read, always the same ones."""
+        return self._pool.tensors
+
+    def hold(self, key: str) -> None:
+        """Keep the adapter within reach: on the host, unless it is on the device. Paired with one `drop`."""
+        entry = self._entries.setdefault(key, Entry(key))
+        entry.holds += 1
+        if key in self._idle:
+            self._idle.move_to_end(key)
+        self._claim_host(entry)
+
+    def drop(self, key: str) -> None:
+        """Undo one `hold`. The last one forgets a failure and lets the host copy be evicted."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.holds:
+            raise AssertionError(f"adapter {key} is dropped but not held")
+        entry.holds -= 1
+        if entry.holds:
+            return
+        entry.failure = None
+        entry.wanted = entry.fresh = False
+        self._copy_queue.pop(key, None)
+        if entry.host is HostState.FETCHED:
+            self._read_queue.remove((entry.arrival, key))
+            self._abandon(entry)
+        elif entry.host is HostState.PINNED and not entry.copying:
+            self._unclaim_host(entry)
+        self._settle(entry)
+        self._start_what_can()
+
+    def acquire(self, key: str) -> int | None:
+        """Take a device reference and return the adapter's index, or None while it is not there; asking brings it there.
+
+        Paired, where it succeeds, with one `release`. Whoever asks for an adapter that is not on the device must hold it.
+        """
+        entry = self._entries.get(key)
+        if entry is not None and entry.is_resident:
+            self._num_hits += not entry.fresh  # the first use of a copy is what the copy was made for
+            entry.fresh = False
+            entry.references += 1
+            self._settle(entry)
+            return entry.require_placement().index
+        if entry is None or not entry.holds:
+            raise AssertionError(f"adapter {key} is asked for on the device but not held")
+        if not entry.wanted and not entry.copying and entry.failure is None:
+            entry.wanted = True
+            self._queue_copy(entry)
+            self._start_copies()
+        return None
+
+    def release(self, key: str) -> None:
+        """Undo one successful `acquire`. No kernel that reads the adapter for this reference may still be running."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.references:
+            raise AssertionError(f"adapter {key} is released but not referenced")
+        entry.references -= 1
+        self._settle(entry)
+        self._start_copies()
+
+    def needs_room(self, key: str) -> bool:
+        """True while only device references of others keep the adapter from the device."""
+        return key in self._copy_queue and not self._protected
+
+    def failure(self, key: str) -> LoadFailure | None:
+        """Why loading failed, until the last of those who held the key then has dropped it."""
+        entry = self._entries.get(key)
+        return entry.failure if entry else None
+
+    def poll(self) -> bool:
+        """Take in finished background work and start what can now start; true if anything had finished."""
+        changed = self._background.take_in()
+        if changed:
+            self._start_what_can()
+        return changed
+
+    def close(self) -> None:
+        """Wait for running loads and copies and start no more. Call nothing else afterwards."""
+        self._loads.shutdown(wait=True, cancel_futures=True)
+        self._copies.shutdown(wait=True, cancel_futures=True)
+
+    def stats(self) -> dict[str, float]:
+        """Readings for metrics, by names that do not depend on the adapters."""
+        entries = self._entries.values()
+        return {
+            "adapter_disk_bytes": self._fetcher.disk_bytes,
+            "adapter_host_bytes": self._host.used_bytes,
+            "adapter_host_capacity_bytes": self._host.capacity_bytes,
+            "adapter_device_bytes": self._pool.used_bytes,
+            "adapter_device_capacity_bytes": self._pool.capacity_bytes,
+            "adapters_on_host": len(self._host),
+            "adapters_on_device": sum(e.is_resident for e in entries),
+            "adapters_loading": sum(e.host in (HostState.FETCHING, HostState.FETCHED, HostState.READING) for e in entries),
+            "adapters_waiting_for_device": len(self._copy_queue),
+            "adapter_holds": sum(e.holds for e in entries),
+            "adapter_device_references": sum(e.references for e in entries),
+            "adapter_loads_total": self._num_loads,
+            "adapter_load_failures_total": self._num_load_failures,
+            "adapter_copies_total": self._num_copies,
+            "adapter_hits_total": self._num_hits,
+            "adapter_host_evictions_total": self._host.num_evictions,
+            "adapter_device_evictions_total": self._num_evictions,
+        }
+
+    def check_integrity(self, expected_holds: int, expected_references: int) -> None:
+        """Recount references, host bytes, pages, row numbers and indices; raise `AssertionError` naming what is off."""
+        entries = self._entries.values()
+        holds, references = sum(e.holds for e in entries), sum(e.references for e in entries)
+        if (holds, references) != (expected_holds, expected_references):
+            raise AssertionError(f"{holds} holds, {references} references; expected {expected_holds} and {expected_references}")
+        self._host.check_integrity()
+        self._pool.table.check_integrity(e.placement for e in entries if e.placement)
+        idle = {e.key for e in entries if e.is_resident and not e.references and not e.is_protected}
+        expected = {
+            "host pins": (self._host.pinned_keys(), {e.key for e in entries if e.host in (HostState.READING, HostState.PINNED)}),
+            "evictable adapters": (set(self._idle), idle),
+            "protected adapters": (self._protected, {e.key for e in entries if e.is_protected}),
+            "the read queue": ({key for _, key in self._read_queue}, {e.key for e in entries if e.host is HostState.FETCHED}),
+            "the copy queue": (
+                set(self._copy_queue),
+                {e.key for e in entries if e.wanted and e.host is HostState.PINNED and e.placement is None},
+            ),
+        }
+        for what, (kept, counted) in expected.items():
+            if kept != counted:
+                raise AssertionError(f"{what}: {sorted(kept)} kept, {sorted(counted)} counted")
+
+    # To the host.
+
+    def _claim_host(self, entry: Entry) -> None:
+        """Bring the adapter to the host and keep it there, if a holder needs that."""
+        if not entry.holds or entry.placement is not None or entry.failure is not None or entry.host is not HostState.UNCLAIMED:
+            return
+        if entry.key in self._host:
+            self._host.pin(entry.key)
+            entry.host = HostState.PINNED
+            self._queue_copy(entry)
+        else:
+            entry.host = HostState.FETCHING
+            entry.arrival = next(self._arrivals)
+            self._num_loads += 1
+            self._background.start(self._loads, partial(self._fetch, entry.key), partial(self._take_in_fetch, entry))
+
+    def _unclaim_host(self, entry: Entry) -> None:
+        self._host.unpin(entry.key)
+        entry.host = HostState.UNCLAIMED
+
+    def _fetch(self, key: str) -> tuple[PackedIndex, PageLayout]:  # on a load thread
+        index = self._fetcher.fetch(key)
+        try:
+            if self._base_id is not None and index.base_id != self._base_id:
+                raise BlobCorrupt(f"packed adapter {key} is for another base model, {index.base_id}")
+            if index.num_bytes > self._host.capacity_bytes:
+                raise AdapterTooLarge(
+                    f"adapter {key} needs {index.num_bytes} bytes of host memory, adapters may use {self._host.capacity_bytes}"
+                )
+            return index, self._pool.plan(index)
+        except AdapterError:
+            self._fetcher.abandon(index)
+            raise
+
+    def _take_in_fetch(self, entry: Entry, future: Future[tuple[PackedIndex, PageLayout]]) -> None:
+        error = future.exception()
+        if error is not None:
+            entry.host = HostState.UNCLAIMED
+            self._fail(entry, error)
+        else:
+            entry.host = HostState.FETCHED
+            entry.fetched = future.result()
+            if entry.holds:
+                insort(self._read_queue, (entry.arrival, entry.key))
+            else:
+                self._abandon(entry)
+        self._settle(entry)
+
+    def _abandon(self, entry: Entry) -> None:
+        index, _ = entry.take_fetched()
+        entry.host = HostState.UNCLAIMED
+        self._loads.submit(self._fetcher.abandon, index)
+
+    def _start_reads(self) -> None:
+        while self._read_queue:
+            entry = self._entries[self._read_queue[0][1]]
+            index, layout = entry.take_fetched()
+            if not self._host.reserve(entry.key, index.num_bytes):
+                entry.fetched = index, layout
+                return  # those behind it wait too, or small adapters could keep a large one out for ever
+            self._read_queue.pop(0)
+            entry.host = HostState.READING
+            self._background.start(self._loads, partial(self._read, index, layout), partial(self._take_in_read, entry))
+
+    def _read(self, index: PackedIndex, layout: PageLayout) -> HostCopy:  # on a load thread
+        return HostCopy(self._fetcher.read(index), layout)
+
+    def _take_in_read(self, entry: Entry, future: Future[HostCopy]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._host.cancel(entry.key)
+            entry.host = HostState.UNCLAIMED
+            self._fail(entry, error)
+        else:
+            self._host.fill(entry.key, future.result())
+            entry.host = HostState.PINNED
+            if entry.holds:
+                self._queue_copy(entry)
+            else:
+                self._unclaim_host(entry)
+        self._settle(entry)
+
+    # To the device.
+
+    def _queue_copy(self, entry: Entry) -> None:
+        if entry.wanted and entry.host is HostState.PINNED and entry.placement is None:
+            self._copy_queue[entry.key] = None
+
+    def _start_copies(self) -> None:
+        while self._copy_queue:
+            entry = self._entries[next(iter(self._copy_queue))]
+            copy = self._host.get(entry.key)
+            placement = self._make_room(copy.layout)
+            if placement is None:
+                return  # those behind it wait too, as in `_start_reads`
+            del self._copy_queue[entry.key]
+            entry.wanted = False
+            entry.placement = placement
+            entry.copying = True
+            stale, self._stale_indices = self._stale_indices, []
+            self._background.start(self._copies, partial(self._copy, stale, placement, copy), partial(self._take_in_copy, entry))
+            self._settle(entry)
+
+    def _make_room(self, layout: PageLayout) -> Placement | None:
+        """Pages for an adapter, others evicted as needed; None, with nothing evicted, if too few pages could be made free."""
+        if self._pool.table.num_free_pages + self._idle_pages < layout.num_pages:
+            return None
+        placement = self._pool.place(layout)
+        while placement is None and self._idle:
+            self._evict(self._entries[next(iter(self._idle))])
+            placement = self._pool.place(layout)
+        return placement
+
+    def _evict(self, entry: Entry) -> None:
+        self._num_evictions += 1
+        self._give_back_pages(entry)
+        self._claim_host(entry)
+        self._settle(entry)
+
+    def _give_back_pages(self, entry: Entry) -> None:
+        placement = entry.require_placement()
+        self._pool.free(placement)
+        self._stale_indices.append(placement.index)
+        self._set_idle(entry, False)
+        entry.placement = None
+        entry.fresh = False
+
+    def _copy(self, stale_indices: list[int], placement: Placement, copy: HostCopy) -> None:  # on the copy thread
+        self._pool.clear(stale_indices)
+        self._pool.write(placement, copy.layout, copy.adapter)
+
+    def _take_in_copy(self, entry: Entry, future: Future[None]) -> None:
+        error = future.exception()
+        self._num_copies += 1
+        entry.copying = False
+        entry.fresh = entry.holds > 0
+        self._unclaim_host(entry)
+        if error is not None:
+            self._give_back_pages(entry)
+            self._fail(entry, error)
+        self._settle(entry)
+
+    # Both ways.
+
+    def _start_what_can(self) -> None:
+        self._start_copies()
+        self._start_reads()
+
+    def _fail(self, entry: Entry, error: BaseException) -> None:
+        self._num_load_failures += 1
+        if entry.holds:
+            entry.failure = failure_of(entry.key, error)
+            entry.wanted = False
+
+    def _settle(self, entry: Entry) -> None:
+        """Bring what is derived from an entry up to date after a change, and forget one that nothing concerns any more."""
+        key = entry.key
+        self._set_idle(entry, entry.is_resident and not entry.references and not entry.is_protected)
+        if entry.is_protected:
+            self._protected.add(key)
+        else:
+            self._protected.discard(key)
+        if not (entry.holds or entry.references or entry.placement) and entry.host is HostState.UNCLAIMED:
+            del self._entries[key]
+
+    def _set_idle(self, entry: Entry, idle: bool) -> None:
+        if idle != (entry.key in self._idle):
+            num_pages = len(entry.require_placement().pages)
+            self._idle_pages += num_pages if idle else -num_pages
+            if idle:
+                self._idle[entry.key] = None
+            else:
+                del self._idle[entry.key]

@@ -1,0 +1,113 @@
+"""What lies in an uploaded folder: which files are read, stored, ignored or refused, by name alone. Opens none of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from graftwork_adapters.publish_job import Limits
+from graftwork_adapters.report import Report
+from graftwork_adapters.safetensors_header import shown
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+TOKENIZER_FILES = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "generation_config.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+    }
+)
+"""Files that say how text becomes tokens and where a reply ends; they are part of the digest."""
+
+_STORED_SUFFIXES = (".json", ".jinja", ".md", ".txt")
+_STORED_NAMES = frozenset({".gitattributes", "LICENSE", "NOTICE", "tokenizer.model"})
+_PICKLE_SUFFIXES = (".bin", ".ckpt", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._ ()+=-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True)
+class UploadFiles:
+    """The names of an upload's files that are kept, in order."""
+
+    stored: tuple[str, ...]
+
+    @property
+    def has_config(self) -> bool:
+        """True if the adapter's config is among them."""
+        return CONFIG_FILE in self.stored
+
+    @property
+    def has_weights(self) -> bool:
+        """True if the adapter's weights are among them."""
+        return WEIGHTS_FILE in self.stored
+
+    @property
+    def tokenizer(self) -> tuple[str, ...]:
+        """Those of them that enter the digest beside the config and the weights."""
+        return tuple(name for name in self.stored if name in TOKENIZER_FILES)
+
+
+def list_upload(folder: Path, limits: Limits, report: Report) -> UploadFiles:
+    """Sort the folder's entries, adding a finding for each that is refused or ignored and for each needed file that is absent."""
+    stored: list[str] = []
+    num_files = total = 0
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        info = entry.stat(follow_symlinks=False)
+        num_files += 1
+        total += info.st_size
+        if _refuse(entry.name, info.st_mode, report):
+            continue
+        if _is_stored(entry.name):
+            stored.append(entry.name)
+        else:
+            kind = "a pickle, which is never opened" if entry.name.endswith(_PICKLE_SUFFIXES) else "not part of an adapter"
+            report.warn("files", shown(entry.name), f"ignored and not stored: it is {kind}")
+    if num_files > limits.max_files:
+        report.fail("files", None, f"{num_files} files, more than the {limits.max_files} allowed")
+    if total > limits.max_upload_bytes:
+        report.fail("files", None, f"{total} bytes, more than the {limits.max_upload_bytes} allowed")
+    files = UploadFiles(tuple(stored))
+    if not files.has_config:
+        report.fail("files", CONFIG_FILE, "is missing", "upload the folder that PEFT's save_pretrained wrote")
+    if not files.has_weights:
+        report.fail("files", WEIGHTS_FILE, "is missing", "save the adapter with safe_serialization=True")
+    return files
+
+
+def _refuse(name: str, mode: int, report: Report) -> bool:
+    """True after a finding that this entry may not be in an upload at all."""
+    where = shown(name)
+    if stat.S_ISLNK(mode):
+        report.fail("files", where, "is a symbolic link", "upload the file it points to")
+    elif stat.S_ISDIR(mode):
+        report.fail("files", where, "is a folder; an adapter's files lie side by side", "upload only the adapter's own folder")
+    elif not stat.S_ISREG(mode):
+        report.fail("files", where, "is not a regular file")
+    elif not _SAFE_NAME.fullmatch(name):
+        report.fail("files", where, "has a name that is not served", "use letters, digits, dots, dashes and underscores")
+    elif re.fullmatch(r"adapter_model.*\.safetensors(\.index\.json)?", name) and name != WEIGHTS_FILE:
+        report.fail("files", where, "is part of weights in several files, which are not served yet", f"save one {WEIGHTS_FILE}")
+    elif name.endswith(".safetensors") and name != WEIGHTS_FILE:
+        report.fail("files", where, "holds further weights, which would not be applied", f"keep only {WEIGHTS_FILE}")
+    elif name.startswith("adapter_model") and name.endswith(_PICKLE_SUFFIXES):
+        fix = "save the adapter with safe_serialization=True"
+        report.fail("files", where, "is a pickle, which can run code when it is read; it was not opened", fix)
+    else:
+        return False
+    return True
+
+
+def _is_stored(name: str) -> bool:
+    return name == WEIGHTS_FILE or name in _STORED_NAMES or name.endswith(_STORED_SUFFIXES)

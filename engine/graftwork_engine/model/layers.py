@@ -1,0 +1,135 @@
+"""What the decoders are built of: linears that can carry adapters, norms, the embedding and the rotary table.
+
+A layer owns plain tensors and says under which names a checkpoint brings them (`Destinations`), so that the loader needs to know no
+model. Refuses to know requests and which implementation of an operator runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graftwork_adapters.base_spec import PROJECTIONS
+from graftwork_engine.model.config import Llama3Scaling, RopeConfig
+from graftwork_kernels import ops
+from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AttentionBatch, LinearSite
+
+Destinations = Iterator[tuple[str, Tensor]]
+"""(Name in the checkpoint, the part of a parameter it fills); together they cover every parameter exactly once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Element type and device of a model's parameters."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> Tensor:
+        """A parameter that waits for the loader."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """All that the layers need to know of a step beside its rows. ``positions`` int64 [T]: each row's place in its sequence."""
+
+    positions: Tensor
+    attention: AttentionBatch
+    adapters: AdapterBatch
+    adapter_memory: AdapterMemory
+
+
+class RmsNorm:
+    """Root mean square norm (Zhang and Sennrich, 2019) over the last dimension."""
+
+    def __init__(self, name: str, size: int, eps: float, place: Placement) -> None:
+        self.name = name
+        self.eps = eps
+        self.weight = place.empty(size)
+
+    def destinations(self) -> Destinations:
+        """The norm's weight."""
+        yield f"{self.name}.weight", self.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm of ``x`` [..., size]."""
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of ``x + residual``, ``x + residual``)."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class Projections:
+    """One or several projections of the same input computed as one product; each can carry adapters of its own.
+
+    ``sizes`` maps places in `PROJECTIONS` to output features, in the order in which the outputs lie side by side.
+    """
+
+    def __init__(self, layer: int, in_features: int, sizes: Mapping[str, int], bias: bool, place: Placement) -> None:
+        self.layer = layer
+        self.names = tuple(sizes)
+        self.sizes = tuple(sizes.values())
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        self.sites = tuple(
+            LinearSite(layer * len(PROJECTIONS) + PROJECTIONS.index(name), start, size)
+            for (name, size), start in zip(sizes.items(), starts, strict=True)
+        )
+        self.weight = place.empty(sum(self.sizes), in_features)
+        self.bias = place.empty(sum(self.sizes)) if bias else None
+
+    def destinations(self) -> Destinations:
+        """Each projection's rows of the packed weight and bias."""
+        for name, site in zip(self.names, self.sites, strict=True):
+            module = f"model.layers.{self.layer}.{name}"
+            yield f"{module}.weight", self.weight[site.start : site.start + site.size]
+            if self.bias is not None:
+                yield f"{module}.bias", self.bias[site.start : site.start + site.size]
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, in_features] → [T, sum of sizes]."""
+        return ops.adapter_linear(x, self.weight, self.bias, batch.adapter_memory, batch.adapters, self.sites)
+
+
+class Embedding:
+    """A row for each token id; also the head's matrix where the two are tied."""
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, place: Placement) -> None:
+        self.name = name
+        self.weight = place.empty(vocab_size, hidden_size)
+
+    def destinations(self) -> Destinations:
+        """The whole matrix."""
+        yield f"{self.name}.weight", self.weight
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] → [T, hidden]."""
+        return torch.nn.functional.embedding(token_ids, self.weight)
+
+
+def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> Tensor:
+    """fp32 [num_positions, head_dim]: cosines of each position's angles, then their sines (RoFormer, Su et al., 2021)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.scaling is not None:
+        frequencies = _stretch(frequencies, rope.scaling)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+
+
+def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Divide slow frequencies by the factor, keep fast ones, and blend in between, as Llama 3.1 does."""
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_max_positions / scaling.low_freq_factor
+    shortest = scaling.original_max_positions / scaling.high_freq_factor
+    blend = (scaling.original_max_positions / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    stretched = torch.where(wavelengths > longest, frequencies / scaling.factor, blended)
+    return torch.where(wavelengths < shortest, frequencies, stretched)

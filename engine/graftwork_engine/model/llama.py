@@ -1,0 +1,130 @@
+"""A decoder-only transformer of the Llama family (Llama, Qwen2, Qwen3), read from the top down: model, layer, attention, MLP.
+
+What distinguishes the families (biases, norms of query and key heads, rotary scaling, a tied head) stands in `ModelConfig`. Rows of
+all requests lie flat behind each other; who they belong to is the business of the operators that get a `ForwardBatch`.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from graftwork_engine.kv_memory import KvCache
+from graftwork_engine.model.config import ModelConfig
+from graftwork_engine.model.layers import Destinations, Embedding, ForwardBatch, Placement, Projections, RmsNorm, rotary_table
+from graftwork_kernels import ops
+
+
+class Llama:
+    """Token ids to hidden states, hidden states to logits. T rows a step, H hidden features, V vocabulary entries."""
+
+    def __init__(self, config: ModelConfig, max_positions: int, place: Placement) -> None:
+        self.config = config
+        self.place = place
+        self.embed_tokens = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, place)
+        rotary = rotary_table(config.rope, config.head_dim, max_positions, place.device)
+        self.layers = [DecoderLayer(config, layer, rotary, place) for layer in range(config.num_layers)]
+        self.norm = RmsNorm("model.norm", config.hidden_size, config.rms_norm_eps, place)
+        self.lm_head = (
+            self.embed_tokens if config.tie_word_embeddings else Embedding("lm_head", config.vocab_size, config.hidden_size, place)
+        )
+
+    def destinations(self) -> Destinations:
+        """Where each tensor of a checkpoint goes."""
+        yield from self.embed_tokens.destinations()
+        for layer in self.layers:
+            yield from layer.destinations()
+        yield from self.norm.destinations()
+        if self.lm_head is not self.embed_tokens:
+            yield from self.lm_head.destinations()
+
+    def hidden_states(self, token_ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+        """int64 [T] → [T, H], normed for the head; writes each row's keys and values into ``kv``."""
+        hidden = self.embed_tokens(token_ids)
+        residual = torch.zeros_like(hidden)
+        for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
+            hidden, residual = layer(hidden, residual, batch, keys, values)
+        hidden, _ = self.norm.add(hidden, residual)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, H] → fp32 [rows, V], for the rows that need them."""
+        return ops.linear(hidden, self.lm_head.weight, out_dtype=torch.float32)
+
+
+class DecoderLayer:
+    """Attention, then the MLP, each on the normed sum of all that came before."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotary: Tensor, place: Placement) -> None:
+        name = f"model.layers.{layer}"
+        self.input_norm = RmsNorm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps, place)
+        self.self_attn = Attention(config, layer, rotary, place)
+        self.post_attention_norm = RmsNorm(f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps, place)
+        self.mlp = Mlp(config, layer, place)
+
+    def destinations(self) -> Destinations:
+        """Where this layer's tensors go."""
+        parts = (self.input_norm, self.self_attn, self.post_attention_norm, self.mlp)
+        return chain.from_iterable(part.destinations() for part in parts)
+
+    def __call__(
+        self, hidden: Tensor, residual: Tensor, batch: ForwardBatch, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(what this layer adds last, the sum of everything before it); the next norm adds the two."""
+        hidden, residual = self.input_norm.add(hidden, residual)
+        hidden = self.self_attn(hidden, batch, keys, values)
+        hidden, residual = self.post_attention_norm.add(hidden, residual)
+        return self.mlp(hidden, batch), residual
+
+
+class Attention:
+    """Grouped-query attention with rotary positions over the paged cache."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotary: Tensor, place: Placement) -> None:
+        self.head_dim = config.head_dim
+        self.rotary = rotary
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        sizes = {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
+        self.qkv_proj = Projections(layer, config.hidden_size, sizes, config.qkv_bias, place)
+        self.o_proj = Projections(layer, query_size, {"self_attn.o_proj": config.hidden_size}, config.o_bias, place)
+        self.qk_norm: tuple[RmsNorm, RmsNorm] | None = None
+        if config.qk_norm:
+            name = f"model.layers.{layer}.self_attn"
+            self.qk_norm = (
+                RmsNorm(f"{name}.q_norm", config.head_dim, config.rms_norm_eps, place),
+                RmsNorm(f"{name}.k_norm", config.head_dim, config.rms_norm_eps, place),
+            )
+
+    def destinations(self) -> Destinations:
+        """Where this block's tensors go."""
+        return chain.from_iterable(part.destinations() for part in (self.qkv_proj, self.o_proj, *(self.qk_norm or ())))
+
+    def __call__(self, hidden: Tensor, batch: ForwardBatch, keys: Tensor, values: Tensor) -> Tensor:
+        """[T, H] → [T, H]."""
+        packed = self.qkv_proj(hidden, batch).split(self.qkv_proj.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in packed)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm[0](q), self.qk_norm[1](k)
+        q, k = ops.rotary(q, k, batch.positions, self.rotary)
+        ops.write_kv(k, v, keys, values, batch.attention.kv_slot)
+        attended = ops.paged_attention(q, keys, values, batch.attention, self.head_dim**-0.5)
+        return self.o_proj(attended.flatten(-2), batch)
+
+
+class Mlp:
+    """The gated feed-forward block (SwiGLU; Shazeer, 2020)."""
+
+    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
+        sizes = {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}
+        self.gate_up_proj = Projections(layer, config.hidden_size, sizes, config.mlp_bias, place)
+        self.down_proj = Projections(layer, config.intermediate_size, {"mlp.down_proj": config.hidden_size}, config.mlp_bias, place)
+
+    def destinations(self) -> Destinations:
+        """Where this block's tensors go."""
+        return chain(self.gate_up_proj.destinations(), self.down_proj.destinations())
+
+    def __call__(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, H] → [T, H]."""
+        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(hidden, batch)), batch)

@@ -1,0 +1,45 @@
+"""Executes step plans: batch → model → head → sampler. Refuses to know queues, prefixes and where adapters come from."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import torch
+
+from graftwork_engine.batch import build_batch, num_scored
+from graftwork_engine.kv_memory import KvCache
+from graftwork_engine.model.llama import Llama
+from graftwork_engine.sampler import draw_tokens, score_tokens
+from graftwork_engine.sched.plan import RequestResult, StepPlan
+from graftwork_kernels.layout import AdapterMemory
+
+
+class ModelRunner:
+    """The engine's `graftwork_engine.sched.plan.Runner`: one model with its KV cache, and the adapters that are in memory.
+
+    ``adapter_memory`` is written by others between steps, in place, and only where no adapter of the running step lies.
+    """
+
+    def __init__(self, model: Llama, kv: KvCache, adapter_memory: AdapterMemory) -> None:
+        self._model = model
+        self._kv = kv
+        self._adapter_memory = adapter_memory
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[RequestResult]:
+        """Run the plan's tokens through the model; one result for each scheduled request, in order."""
+        if not plan.scheduled:
+            return []
+        batch = build_batch(plan, self._kv.block_size, self._adapter_memory, self._model.place.device)
+        hidden = self._model.hidden_states(batch.token_ids, batch.forward, self._kv)
+        sampled = [s.request.sampling for s in plan.scheduled if s.samples]
+        drawn = draw_tokens(self._model.logits(hidden[batch.sample_rows]), batch.sampling, sampled)
+        counts = [num_scored(s) for s in plan.scheduled]
+        tops = [s.request.sampling.prompt_logprobs or 0 for s, n in zip(plan.scheduled, counts, strict=True) for _ in range(n)]
+        scored = score_tokens(self._model.logits, hidden[batch.prompt_rows], batch.prompt_targets, tops)
+        results = []
+        for s, count in zip(plan.scheduled, counts, strict=True):
+            token_id, logprob = next(drawn) if s.samples else (None, None)
+            prompt_logprobs = None if s.request.sampling.prompt_logprobs is None else list(islice(scored, count))
+            results.append(RequestResult(token_id, logprob, prompt_logprobs))
+        return results

@@ -1,0 +1,351 @@
+"""Who computes how many tokens in the next step, and what a step's results mean for each request. Refuses to know tensors.
+
+There is no prefill and no decode phase: in every step each running request is dealt the tokens it has not computed, as far as the
+budget goes, and then waiting ones are started with what is left.
+
+    step budget  |A|B|C|<──── D: the next chunk ────>|<── E: found in the cache up to here, starts ──>|
+                  running, in the order they started                waiting, in fair order
+
+When blocks run out, the request that started last gives its own back and computes them again later: so the one that started
+first always goes on, and some request always ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graftwork_engine.errors import ErrorCode, RequestRejected
+from graftwork_engine.kv.manager import KVCacheManager
+from graftwork_engine.messages import EngineError, OutItem
+from graftwork_engine.request import FinishReason, Request, RequestId, RequestStatus
+from graftwork_engine.sched.adapter_refs import AdapterRefs
+from graftwork_engine.sched.fair_queue import FairQueue
+from graftwork_engine.sched.plan import AdapterGate, RequestResult, ScheduledRequest, StepPlan
+
+COST_OF_PROMPT_TOKEN = 1
+COST_OF_OUTPUT_TOKEN = 2
+"""What a flow is charged: an output token has a step of its own, prompt tokens share one."""
+
+MAX_PASSED_OVER = 256
+"""Requests without their adapter that one step looks at. With more of them, a pass over the line takes several steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The part of the engine's configuration that scheduling needs, with the model's own limits filled in.
+
+    ``prefill_chunk_size`` caps the tokens of one request in one step below the step's budget (None: no cap).
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    vocab_size: int
+    prefill_chunk_size: int | None = None
+
+
+class Scheduler:
+    """Owns every unfinished request. Call `schedule`, run the plan, call `update`; `add` and `abort` in between.
+
+    All of a step's progress is booked in `update`: a plan whose execution failed may simply be scheduled again.
+    """
+
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, gate: AdapterGate, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._kv = kv
+        self._adapters = AdapterRefs(gate)
+        self._clock = clock
+        self._requests: dict[RequestId, Request] = {}
+        self._waiting: FairQueue[Request] = FairQueue()
+        self._running: list[Request] = []  # in the order they started
+        self._deadlines: list[tuple[float, int, RequestId]] = []  # a heap; entries of finished requests are void
+        self._ended: list[OutItem] = []  # last items of requests that ended outside a step; they go out with the next one
+        self._num_added = 0
+        self._is_pass_unfinished = False  # the last step stopped looking at `MAX_PASSED_OVER`
+        self._is_draining = False  # until the pass ends: no adapter request starts, so that one that was passed often gets room
+        self._num_adapter_starts = 0
+        self._needed_room_since: dict[RequestId, int] = {}  # value of the above when it was first seen
+        self._counts = dict.fromkeys(("prompt_tokens_total", "output_tokens_total", "cached_tokens_total", "preemptions_total"), 0)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt and output that a request may have: what the model allows and KV memory can hold."""
+        return min(self._limits.max_model_len, self._kv.num_token_slots)
+
+    @property
+    def has_work(self) -> bool:
+        """True while there is a request to run or an item to hand over."""
+        return bool(self._requests or self._ended)
+
+    def add(self, request: Request) -> None:
+        """Take in a new request; raises `RequestRejected` if it can never run.
+
+        One that was resumed after its last token ends at once, with the next `update`.
+        """
+        self._check(request)
+        reason = _finish_reason(request)
+        if reason is not None:
+            request.move_to(RequestStatus.FINISHED)
+            self._ended.append(OutItem(request.request_id, request.num_output_tokens, finish=reason.value))
+            return
+        request.order = self._num_added
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        self._adapters.hold(request)
+        self._waiting.push(request)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.order, request.request_id))
+
+    def abort(self, request_id: str) -> int | None:
+        """Stop a request and return how many output tokens it has; None if there is none of that id. No item follows."""
+        request = self._requests.get(RequestId(request_id))
+        if request is None:
+            return None
+        self._end(request)
+        return request.num_output_tokens
+
+    def schedule(self) -> StepPlan:
+        """The next step's plan; empty if nothing can run now. Running requests come first, in the order they started."""
+        self._fail_expired()
+        scheduled: list[ScheduledRequest] = []
+        budget = self._continue_running(scheduled)
+        newly_running = self._start_waiting(scheduled, budget)
+        return StepPlan(scheduled, newly_running)
+
+    def update(self, plan: StepPlan, results: list[RequestResult]) -> list[OutItem]:
+        """Book what the plan's execution made; the items to send, those of requests that ended since the last call first."""
+        items, self._ended = self._ended, []
+        for scheduled, result in zip(plan.scheduled, results, strict=True):
+            request = scheduled.request
+            if request.status is not RequestStatus.RUNNING:
+                continue  # aborted while the step ran
+            end = scheduled.start + scheduled.num_tokens
+            request.num_computed_tokens = end
+            self._kv.register(request, scheduled.start, end)
+            if request.needs_prompt_logprobs:
+                if not request.prompt_logprobs:
+                    request.prompt_logprobs.append(None)  # nothing comes before the first token
+                request.prompt_logprobs.extend(result.prompt_logprobs or ())
+            if scheduled.samples or end == request.num_tokens:
+                items.append(self._advance(request, result, samples=scheduled.samples))
+        return items
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges of requests, tokens and blocks."""
+        return {
+            "requests_waiting": len(self._waiting),
+            "requests_running": len(self._running),
+            **self._kv.stats(),
+            **self._counts,
+        }
+
+    def discrepancies(self) -> list[str]:
+        """Recount blocks, adapter references and queues from the requests; what is off, empty when all is well."""
+        requests = list(self._requests.values())
+        found = self._kv.discrepancies(requests) + self._adapters.discrepancies(requests)
+        for name, listed, is_running in (("running", list(self._running), True), ("waiting", list(self._waiting), False)):
+            due = {r.request_id for r in requests if (r.status is RequestStatus.RUNNING) == is_running}
+            if len(listed) != len(due) or {r.request_id for r in listed} != due:
+                found.append(f"{len(listed)} requests are listed as {name} and {len(due)} are")
+        found += [f"request {r.request_id} has blocks and does not run" for r in self._waiting if r.block_ids]
+        if not self._needed_room_since.keys() <= self._requests.keys():
+            found.append("a request that ended is still waiting for room")
+        return found
+
+    # Planning
+
+    def _continue_running(self, scheduled: list[ScheduledRequest]) -> int:
+        """Deal tokens to running requests, preempting from the end of the line for blocks; the budget that is left."""
+        budget, position = self._limits.max_num_batched_tokens, 0
+        while position < len(self._running) and budget > 0:
+            request = self._running[position]
+            num_tokens = self._chunk(request, budget)
+            if self._kv.extend(request, request.num_computed_tokens + num_tokens):
+                scheduled.append(self._deal(request, num_tokens))
+                budget -= num_tokens
+                position += 1
+            else:
+                self._preempt(self._running[-1])  # stands at or behind `position`, so it is not in this plan
+        return budget
+
+    def _start_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> list[RequestId]:
+        """Start requests in fair order while budget, seats and blocks last; those that never ran before are returned.
+
+        A request whose adapter is not on the device is passed by all others. One that does not fit into the free blocks is
+        passed by nobody: blocks come free as others end, and those that pass would take them for ever.
+        """
+        newly_running: list[RequestId] = []
+        reserved = sum(self._kv.num_missing(request) for request in self._running)
+        if not self._is_pass_unfinished:
+            self._waiting.unpark()
+            self._is_draining = False
+        self._is_pass_unfinished = False
+        num_passed_over = 0
+        while budget > 0 and len(self._running) < self._limits.max_num_seqs:
+            if num_passed_over == MAX_PASSED_OVER:
+                self._is_pass_unfinished = True
+                break
+            request = self._waiting.pop()
+            if request is None:
+                break
+            if (self._is_draining and request.adapter_key is not None) or not self._adapters.to_device(request):
+                self._pass_over(request)
+                num_passed_over += 1
+                continue
+            computed = self._kv.find_computed(request)
+            if not self._kv.can_start(request, computed, reserved):
+                self._adapters.to_host(request)
+                self._waiting.put_back(request)
+                break
+            if request.status is RequestStatus.WAITING:
+                newly_running.append(request.request_id)
+            self._start(request, computed)
+            num_tokens = self._chunk(request, budget)
+            if not self._kv.extend(request, request.num_computed_tokens + num_tokens):
+                raise AssertionError(f"request {request.request_id} was started without room")
+            reserved += self._kv.num_missing(request)
+            scheduled.append(self._deal(request, num_tokens))
+            budget -= num_tokens
+        return newly_running
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        remaining = request.num_tokens - request.num_computed_tokens
+        return min(remaining, budget, self._limits.prefill_chunk_size or budget)
+
+    def _deal(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        start = request.num_computed_tokens
+        return ScheduledRequest(
+            request=request,
+            start=start,
+            num_tokens=num_tokens,
+            block_ids=list(request.block_ids),
+            adapter_index=request.adapter_index,
+            samples=start + num_tokens == request.num_tokens and request.num_output_tokens < request.sampling.max_tokens,
+        )
+
+    def _start(self, request: Request, computed: list[int]) -> None:
+        self._kv.share(request, computed)
+        request.num_computed_tokens = len(computed) * self._kv.block_size
+        if request.status is RequestStatus.WAITING:  # what a preemption makes it compute again is not charged
+            request.num_cached_tokens = min(request.num_computed_tokens, len(request.prompt_ids))
+            self._waiting.charge(request.flow, COST_OF_PROMPT_TOKEN * (request.num_tokens - request.num_computed_tokens))
+            self._counts["prompt_tokens_total"] += len(request.prompt_ids)
+            self._counts["cached_tokens_total"] += request.num_cached_tokens
+        self._num_adapter_starts += request.adapter_key is not None
+        self._needed_room_since.pop(request.request_id, None)
+        request.move_to(RequestStatus.RUNNING)
+        self._running.append(request)
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._kv.free(request)
+        self._adapters.to_host(request)
+        request.num_computed_tokens = 0
+        request.prompt_logprobs = []
+        request.move_to(RequestStatus.PREEMPTED)
+        self._waiting.push(request)
+        self._counts["preemptions_total"] += 1
+
+    def _pass_over(self, request: Request) -> None:
+        """Set aside a request whose adapter is not on the device, or fail it if it never will be.
+
+        If it only needs room there, and as many adapter requests have passed as could run at once, no more may: running ones
+        then give their adapters' room back.
+        """
+        self._waiting.park(request)
+        if self._is_draining:
+            return
+        failure = self._adapters.failure(request)
+        if failure is not None:
+            self._fail(request, failure.code, failure.message)
+        elif self._adapters.needs_room(request):
+            since = self._needed_room_since.setdefault(request.request_id, self._num_adapter_starts)
+            self._is_draining = self._num_adapter_starts - since >= self._limits.max_num_seqs
+
+    # Ending
+
+    def _advance(self, request: Request, result: RequestResult, *, samples: bool) -> OutItem:
+        """All tokens are computed: take in the one that was drawn, and end the request if that was the last."""
+        first_output_index = request.num_output_tokens
+        prompt_logprobs = None
+        if request.needs_prompt_logprobs:
+            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
+            if len(prompt_logprobs) != len(request.prompt_ids):
+                raise AssertionError(f"{len(prompt_logprobs)} logprobs for a prompt of {len(request.prompt_ids)} tokens")
+        reason: FinishReason | None = FinishReason.LENGTH  # of a request for no token but the prompt's logprobs
+        if samples:
+            if result.token_id is None:
+                raise AssertionError(f"the step drew no token for request {request.request_id}")
+            request.output_ids.append(result.token_id)
+            self._waiting.charge(request.flow, COST_OF_OUTPUT_TOKEN)
+            self._counts["output_tokens_total"] += 1
+            reason = _finish_reason(request)
+        if reason is not None:
+            self._end(request)
+        return OutItem(
+            request_id=request.request_id,
+            first_output_index=first_output_index,
+            token_ids=request.output_ids[first_output_index:],
+            logprobs=None if result.logprob is None else [result.logprob],
+            prompt_logprobs=prompt_logprobs,
+            finish=None if reason is None else reason.value,
+            cached_tokens=request.num_cached_tokens if first_output_index == request.num_resumed_tokens else 0,
+        )
+
+    def _fail_expired(self) -> None:
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, order, request_id = heapq.heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is not None and request.order == order:
+                seconds, status = now - request.arrival, request.status.value
+                made = f"{request.num_output_tokens} of at most {request.sampling.max_tokens} tokens"
+                self._fail(request, ErrorCode.TIMEOUT, f"the time limit passed after {seconds:.1f} s; it was {status}, with {made}")
+
+    def _fail(self, request: Request, code: str, message: str) -> None:
+        finish, error = FinishReason.ERROR.value, EngineError(str(code), message)
+        self._ended.append(OutItem(request.request_id, request.num_output_tokens, finish=finish, error=error))
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """The one way out: whatever the request holds is given back."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._kv.free(request)
+        self._adapters.let_go(request)
+        request.move_to(RequestStatus.FINISHED)
+        del self._requests[request.request_id]
+        self._needed_room_since.pop(request.request_id, None)
+
+    def _check(self, request: Request) -> None:
+        num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
+        if request.request_id in self._requests:
+            raise RequestRejected(ErrorCode.BAD_REQUEST, f"a request with the id {request.request_id} is running")
+        if not num_prompt:
+            raise RequestRejected(ErrorCode.BAD_REQUEST, "the prompt is empty: send at least one token")
+        if max_tokens < 0:
+            raise RequestRejected(ErrorCode.BAD_REQUEST, f"max_tokens is {max_tokens}: it must not be negative")
+        for token_id in (*request.prompt_ids, *request.output_ids):
+            if not 0 <= token_id < self._limits.vocab_size:
+                raise RequestRejected(ErrorCode.BAD_REQUEST, f"token id {token_id} is not in 0..{self._limits.vocab_size - 1}")
+        asked = num_prompt + max(max_tokens, request.num_output_tokens)
+        if asked > self.max_request_tokens:
+            limit = "the model's context" if self.max_request_tokens == self._limits.max_model_len else "KV memory"
+            raise RequestRejected(
+                ErrorCode.CONTEXT_LENGTH,
+                f"{asked} tokens were asked for ({num_prompt} of the prompt, {asked - num_prompt} of output), "
+                f"but {limit} holds {self.max_request_tokens}: shorten the prompt or lower max_tokens",
+            )
+
+
+def _finish_reason(request: Request) -> FinishReason | None:
+    """Why the request's newest token is its last one, if it is. The model's context cannot be passed: `add` saw to that."""
+    if request.output_ids and request.output_ids[-1] in request.sampling.stop_token_ids:
+        return FinishReason.STOP
+    if request.num_output_tokens >= request.sampling.max_tokens and not request.needs_prompt_logprobs:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,267 @@
+"""The operator contract: everything the engine may ask of arithmetic. Refuses to know requests, models and files.
+
+Each operator states what it computes in pseudo-NumPy, then what goes wrong. Arguments share a device; T rows are a step's tokens.
+A wrong shape or type raises ValueError naming the argument; values (an index out of range, a NaN) are the caller's word and
+are not searched for. "Float" is fp32, bf16 or fp16; arithmetic is fp32 inside and is rounded once, where a line says no other.
+
+Batch invariance: whether a row's result is the same bits whatever else is in the step. It holds where an operator says so, for one
+implementation, device and number of threads. Where it does not, results differ by the rounding of an fp32 sum in another order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graftwork_kernels.checks import check_dtype, check_even_last_dim, check_float, check_last_dim, check_shape
+from graftwork_kernels.layout import NUM_SITE_FIELDS, AdapterBatch, AdapterMemory, AttentionBatch, LinearSite, SamplingBatch
+from graftwork_kernels.reference import attention as _attention
+from graftwork_kernels.reference import elementwise as _elementwise
+from graftwork_kernels.reference import linear as _linear
+from graftwork_kernels.reference import philox as _philox
+from graftwork_kernels.reference import sampling as _sampling
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension; leading dimensions are any, so it also norms each head of q or k.
+
+    Semantics: ``weight * cast(x / sqrt(mean(x**2, -1) + eps))``: normalised in fp32, cast to x's type, then multiplied in that
+    type, the order Hugging Face's Llama has. x float [..., H], weight [H] of x's type → [..., H]. Batch-invariant.
+    """
+    _check_norm(x, weight)
+    return _elementwise.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream and norm the sum.
+
+    Semantics: ``total = x + residual`` in x's type; ``(rms_norm(total, weight, eps), total)``. x and residual float [..., H] of one
+    type. Batch-invariant.
+    """
+    _check_norm(x, weight)
+    check_dtype("residual", residual, x.dtype)
+    check_shape("residual", residual, *x.shape)
+    return _elementwise.add_rms_norm(x, residual, weight, eps)
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys to their positions, pairing the two halves of a head (Hugging Face's convention).
+
+    Semantics, for each head x of row t: ``cos, sin = split(cos_sin[positions[t]], 2)``; ``a, b = split(x, 2)``;
+    ``concat(a * cos - b * sin, b * cos + a * sin)``. q float [T, Hq, D], k [T, Hk, D], positions int64 [T], cos_sin fp32 [P, D],
+    cosines in the first half. A position ≥ P is an IndexError. New tensors of q's and k's types. Batch-invariant.
+    """
+    check_float("q", q)
+    check_even_last_dim("q", q)
+    check_shape("q", q, None, None, None)
+    num_rows, _, head_dim = q.shape
+    check_dtype("k", k, q.dtype)
+    check_shape("k", k, num_rows, None, head_dim)
+    check_dtype("positions", positions, torch.int64)
+    check_shape("positions", positions, num_rows)
+    check_dtype("cos_sin", cos_sin, torch.float32)
+    check_shape("cos_sin", cos_sin, None, head_dim)
+    return _elementwise.rotary(q, k, positions, cos_sin)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """The gated activation of Llama's MLP, SwiGLU.
+
+    Semantics: ``gate, up = split(gate_up, 2, -1)``; ``gate / (1 + exp(-gate)) * up``. Float [..., 2I] → [..., I]. Batch-invariant.
+    """
+    check_float("gate_up", gate_up)
+    check_even_last_dim("gate_up", gate_up)
+    return _elementwise.silu_and_mul(gate_up)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """The gated activation of Gemma's MLP, GEGLU.
+
+    Semantics: ``gate, up = split(gate_up, 2, -1)``; ``gelu(gate) * up``. Float [..., 2I] → [..., I]. Batch-invariant.
+    gelu is the tanh approximation, ``0.5 g (1 + tanh(sqrt(2/pi) (g + 0.044715 g**3)))`` (Hugging Face's "gelu_pytorch_tanh").
+    """
+    check_float("gate_up", gate_up)
+    check_even_last_dim("gate_up", gate_up)
+    return _elementwise.gelu_and_mul(gate_up)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slot: Tensor) -> None:
+    """Put a step's keys and values into the paged cache, in place.
+
+    Semantics, for each row t with ``s = kv_slot[t] >= 0``: ``k_cache[s // block_size, :, s % block_size] = k[t]``, the same for v.
+    A slot of -1 writes nowhere; two rows with one slot: either may win. k, v [T, Hk, D]; the caches, contiguous and of the same
+    type, [num_blocks, Hk, block_size, D]; kv_slot int64 [T]. Batch-invariant.
+    """
+    num_kv_heads, head_dim = _check_caches(k_cache, v_cache)
+    for name, tensor in (("k", k), ("v", v)):
+        check_dtype(name, tensor, k_cache.dtype)
+        check_shape(name, tensor, kv_slot.numel(), num_kv_heads, head_dim)
+    check_dtype("kv_slot", kv_slot, torch.int64)
+    check_shape("kv_slot", kv_slot, None)
+    _attention.write_kv(k, v, k_cache, v_cache, kv_slot)
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    """Causal attention of a step's rows, any mix of prefill chunks and decode rows, over the paged cache.
+
+    Semantics, for row i of request r and query head h, at position ``p = context_len[r] - query_len[r] + i``:
+    ``slots = [block_table[r, j // block_size] * block_size + j % block_size for j in 0 .. p]``; with K and V those slots of the
+    caches' head ``h // (Hq / Hk)``: ``softmax(scale * K @ q) @ V``, softmax and sums in fp32. The row's own key and value have been
+    written before. Rows beyond the last request are 0. Nothing outside a request's own context is read into its result.
+
+    q float [T, Hq, D], Hq a multiple of Hk; caches as in `write_kv`; 1 ≤ query_len ≤ context_len for a request that has rows.
+
+    Batch-invariant: a decode row is summed in chunks fixed by its own context, a prefill chunk is computed alone. The same
+    token computed in a prefill chunk and as a decode row differs by fp32 rounding.
+    """
+    check_float("q", q)
+    check_shape("q", q, None, None, None)
+    num_kv_heads, head_dim = _check_caches(k_cache, v_cache)
+    check_last_dim("q", q, head_dim)
+    if q.shape[1] % num_kv_heads:
+        raise ValueError(f"q: {q.shape[1]} heads do not divide among {num_kv_heads} key and value heads")
+    num_requests = batch.context_len.numel()
+    check_shape("batch.query_start", batch.query_start, num_requests + 1)
+    check_shape("batch.block_table", batch.block_table, num_requests, None)
+    return _attention.paged_attention(q, k_cache, v_cache, batch, scale)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """A linear that carries no adapter, for instance the output head, whose logits ask for ``out_dtype`` fp32.
+
+    Semantics: ``cast(x @ weight.T + bias)``, in x's type if ``out_dtype`` is None. x float [T, in], weight [out, in] of its type,
+    bias [out] or None.
+
+    Not batch-invariant: the BLAS picks its kernel by the number of rows (MKL: below four rows another than above).
+    """
+    _check_linear(x, weight, bias)
+    return _linear.linear(x, weight, bias, x.dtype if out_dtype is None else out_dtype)
+
+
+def adapter_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    memory: AdapterMemory,
+    batch: AdapterBatch,
+    sites: tuple[LinearSite, ...],
+) -> Tensor:
+    """A linear, or several packed into one weight, to which each row's own adapter is added.
+
+    Semantics, for row t with adapter ``a = token_adapter[t]``, from ``y = x[t] @ weight.T`` and ``b = bias`` (None: 0)::
+
+        if a >= 0:
+            for site in sites:
+                record, columns = memory.sites[a, site.index], site.start : site.start + site.size
+                A = rows record.A_ROW .. + RANK   of memory, [r, in]
+                B = rows record.B_ROW .. + RANK   of memory, [r, size], B of the LoRA paper transposed, the scale folded in
+                y[columns] += (x[t] @ A.T) @ B
+                if record.SCALE_ROW >= 0: y[columns] *= that fp32 row
+                if record.BIAS_ROW >= 0: b[columns] = that fp32 row     # in place of the base's, not beside it
+        out[t] = cast(y + b)
+
+    Rows of memory are found through ``row_offset`` and read as `graftwork_kernels.row_codec` says; all is fp32 until the cast.
+    x float [T, in], weight [out, in] of its type, bias [out] or None; ``sites`` do not overlap and need not cover the columns.
+    An adapter that memory does not hold, and a record that points outside memory, raise ValueError or IndexError.
+
+    Batch invariance: the base product has that of `linear`. What the adapter adds depends, by fp32 rounding, on how many rows of
+    the same adapter are in the step, and not at all on rows of others: their weights, ranks and values never meet.
+    """
+    _check_linear(x, weight, bias)
+    check_shape("batch.token_adapter", batch.token_adapter, x.shape[0])
+    check_dtype("memory.pool", memory.pool, torch.uint8)
+    check_dtype("memory.sites", memory.sites, torch.int64)
+    check_shape("memory.sites", memory.sites, None, None, NUM_SITE_FIELDS)
+    for site in sites:
+        if not (0 <= site.index < memory.sites.shape[1] and 0 <= site.start <= site.start + site.size <= weight.shape[0]):
+            raise ValueError(f"sites: {site} lies outside {memory.sites.shape[1]} sites or {weight.shape[0]} columns")
+    return _linear.adapter_linear(x, weight, bias, memory, batch, sites)
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Draw one token for each row of logits: fp32 [R, V] → int64 [R]. The logits are left as they are.
+
+    Semantics of a row. Temperature 0: the id of the largest logit, of equals the lowest. Otherwise, with all tokens ordered by
+    (logit descending, id ascending) and ``w = exp((logit - max) / temperature)``:
+
+    1. top-k: the first ``top_k`` tokens stay (0, or ≥ V: all), exactly so many even where logits are equal.
+    2. top-p: of these the shortest beginning whose sum of w reaches ``top_p`` times the sum over all of these stays; at least one
+       token; 1 or more: all.
+    3. min-p: of these the tokens with ``w >= min_p`` stay, w being relative to the most probable token.
+    4. ``u = philox_uniform(seed, choice, position)``; the token is the lowest id whose running sum of w, over the ids that stay in
+       ascending order, exceeds ``u`` times the total. So what stays is renormalised, after each filter.
+
+    All fp32. Another implementation draws the same token unless u lies within 1e-5 of a step of that running sum. A row that
+    holds NaN or +inf draws a meaningless id in range. Batch-invariant.
+    """
+    check_dtype("logits", logits, torch.float32)
+    check_shape("logits", logits, None, None)
+    for name, column in (
+        ("temperature", batch.temperature),
+        ("top_k", batch.top_k),
+        ("top_p", batch.top_p),
+        ("min_p", batch.min_p),
+        ("seed", batch.seed),
+        ("choice", batch.choice),
+        ("position", batch.position),
+    ):
+        check_shape(f"batch.{name}", column, logits.shape[0])
+    return _sampling.sample(logits, batch)
+
+
+def philox_uniform(seed: Tensor, choice: Tensor, position: Tensor) -> Tensor:
+    """The noise of one drawn token, fp32 in [0, 1), a function of its arguments alone.
+
+    Semantics: ``(word >> 8) * 2**-24`` with ``word`` the first of Philox4x32-10 (Salmon et al., SC 2011), key = (low, high word of
+    seed), counter = (choice, position, 0, 0). seed int64, the bits of an unsigned value; choice and position integers; all [R].
+    Batch-invariant.
+    """
+    check_dtype("seed", seed, torch.int64)
+    check_shape("choice", choice, *seed.shape)
+    check_shape("position", position, *seed.shape)
+    return _philox.philox_uniform(seed, choice, position)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Natural-log probabilities, under the raw logits, of given tokens and of each row's most probable ones.
+
+    Semantics: ``p = logits - log(sum(exp(logits), -1))``; ``(p[i, token_ids[i]], top_ids, p[i, top_ids[i]])``, top_ids the first
+    ``num_top`` by (logit descending, id ascending). logits float [R, V], token_ids int64 [R], 0 ≤ num_top ≤ V → fp32 [R],
+    int64 [R, num_top], fp32 [R, num_top]. Batch-invariant.
+    """
+    check_float("logits", logits)
+    check_shape("logits", logits, None, None)
+    check_dtype("token_ids", token_ids, torch.int64)
+    check_shape("token_ids", token_ids, logits.shape[0])
+    if not 0 <= num_top <= logits.shape[1]:
+        raise ValueError(f"num_top: expected 0 to {logits.shape[1]}, got {num_top}")
+    return _sampling.token_logprobs(logits, token_ids, num_top)
+
+
+def _check_norm(x: Tensor, weight: Tensor) -> None:
+    check_float("x", x)
+    check_dtype("weight", weight, x.dtype)
+    check_shape("weight", weight, None)
+    check_last_dim("x", x, weight.shape[0])
+
+
+def _check_caches(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int]:
+    """Heads and head dimension of a pair of caches."""
+    check_float("k_cache", k_cache)
+    check_shape("k_cache", k_cache, None, None, None, None)
+    check_dtype("v_cache", v_cache, k_cache.dtype)
+    check_shape("v_cache", v_cache, *k_cache.shape)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not cache.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor")
+    return k_cache.shape[1], k_cache.shape[3]
+
+
+def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_float("x", x)
+    check_dtype("weight", weight, x.dtype)
+    check_shape("weight", weight, None, None)
+    check_shape("x", x, None, weight.shape[1])
+    if bias is not None:
+        check_float("bias", bias)
+        check_shape("bias", bias, weight.shape[0])

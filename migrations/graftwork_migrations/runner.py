@@ -1,0 +1,105 @@
+"""Bring a database to a revision, from code or from the command line, without an ini file. Knows no server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, create_engine, event
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool
+
+from graftwork_platform.db import BUSY_TIMEOUT_MS, check_url, sqlite_path
+
+HEAD = "head"
+BASE = "base"
+
+
+class NewerDatabase(Exception):
+    """The database was made by a newer version of this software; the message names its revision."""
+
+
+def upgrade(database_url: str, revision: str = HEAD) -> None:
+    """Bring the database, made if need be, up to ``revision``: all steps or none.
+
+    Raises `NewerDatabase` for one whose revision this version does not know, `UnsupportedDatabase` for the URL.
+    """
+    with _connect(database_url) as connection:
+        _refuse_newer(connection)
+        command.upgrade(_config(connection), revision)
+
+
+def downgrade(database_url: str, revision: str) -> None:
+    """Take the database back to ``revision``: all steps or none. Data that only newer tables hold is lost."""
+    with _connect(database_url) as connection:
+        _refuse_newer(connection)
+        command.downgrade(_config(connection), revision)
+
+
+def current(database_url: str) -> str | None:
+    """The database's revision; None for one that has no tables yet, or is not there. Changes nothing."""
+    if not sqlite_path(check_url(database_url)).exists():
+        return None
+    with _connect(database_url, writes=False) as connection:
+        return MigrationContext.configure(connection).get_current_revision()
+
+
+def head() -> str:
+    """The newest revision that this version knows."""
+    revision = _scripts().get_current_head()
+    if revision is None:
+        raise AssertionError("there is no revision")
+    return revision
+
+
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory(str(Path(__file__).parent))
+
+
+def _config(connection: Connection) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _refuse_newer(connection: Connection) -> None:
+    revision = MigrationContext.configure(connection).get_current_revision()
+    known = {script.revision for script in _scripts().walk_revisions()}
+    if revision is not None and revision not in known:
+        raise NewerDatabase(
+            f"the database is at revision {revision}, which this version of graftwork does not know: it was made by a newer one. "
+            "Install that version again, or restore a backup."
+        )
+
+
+@contextmanager
+def _connect(database_url: str, *, writes: bool = True) -> Iterator[Connection]:
+    """One transaction, which holds the write lock if it ``writes``; foreign keys are off, since SQLite changes a table by
+    replacing it.
+    """
+    url = check_url(database_url)
+    sqlite_path(url).parent.mkdir(parents=True, exist_ok=True)
+    engine = create_engine(url, poolclass=NullPool)
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
+        cursor.execute("PRAGMA synchronous=FULL")
+        if writes:
+            cursor.execute("PRAGMA journal_mode=WAL")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    with engine.begin() as connection:
+        yield connection

@@ -1,0 +1,1 @@
+"""The admin API: tenants, keys, adapters, uploads and usage over HTTP."""

@@ -1,0 +1,79 @@
+"""The API process put together: services, engine and text become one ASGI application. Knows no command line."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse, Response
+
+from graftwork_platform.admin.routes import admin_router
+from graftwork_platform.context import Services, running
+from graftwork_platform.errors import install_error_handlers
+from graftwork_platform.inference.admission import Admission
+from graftwork_platform.inference.engine import Engine
+from graftwork_platform.inference.generation import Generator
+from graftwork_platform.inference.routes import Inference, inference_router
+from graftwork_platform.observability import Metrics, RequestObserver
+from graftwork_platform.text.model_text import ModelText
+
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(services: Services, engine: Engine, text: ModelText) -> FastAPI:
+    """The application. Its lifespan starts and stops ``services`` and ``engine``: streams end before their usage is flushed."""
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(running(services))
+            await stack.enter_async_context(engine)
+            yield
+
+    app = FastAPI(title="Graftwork", lifespan=lifespan, docs_url=None, redoc_url=None)
+    install_error_handlers(app)
+    metrics = Metrics(lambda: engine.stats)
+    app.include_router(inference_router(_inference(services, engine, text, metrics)))
+    app.include_router(admin_router(services))
+    _add_probes(app, engine, metrics)
+    # Outside everything else, so that the answer to an unexpected error is identified and counted too.
+    app.middleware_stack = RequestObserver(app.build_middleware_stack(), metrics)
+    return app
+
+
+def _inference(services: Services, engine: Engine, text: ModelText, metrics: Metrics) -> Inference:
+    settings = services.settings
+    return Inference(
+        keyring=services.keyring,
+        catalog=services.catalog,
+        admission=Admission(services.catalog, text, engine, settings.row_type),
+        generator=Generator(
+            engine,
+            services.usage,
+            services.publisher.ensure_packed,
+            timeout=settings.request_timeout,
+            observe=metrics.observe_usage,
+        ),
+        engine=engine,
+        tokenizer=text.tokenizer,
+    )
+
+
+def _add_probes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
+    @app.get("/livez")
+    async def live() -> Response:
+        """This process answers."""
+        return JSONResponse({"status": "alive"})
+
+    @app.get("/readyz")
+    async def ready() -> Response:
+        """An engine answers too."""
+        if engine.healthy:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "the engine is starting"}, status_code=503, headers={"retry-after": "1"})
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(metrics.render(), media_type=_METRICS_TYPE)

@@ -1,0 +1,192 @@
+"""Which version a model's name means to a tenant, and what a tenant can name. Knows no HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from uuid import UUID
+
+from sqlalchemy import Select, func, select, update
+from sqlalchemy.orm import Session
+
+from graftwork_adapters.keys import AdapterDigest
+from graftwork_platform.catalog.names import DEFAULT, ModelName, parse_model_name, parse_version
+from graftwork_platform.db import Database
+from graftwork_platform.errors import ModelNotFound, NotFound
+from graftwork_platform.ids import parse
+from graftwork_platform.models import Adapter, AdapterVersion, VersionState
+from graftwork_platform.paging import Page, page_of
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """What will run. ``public_name`` is what answers call it; without a ``digest`` it is the base."""
+
+    public_name: str
+    version: int | None = None
+    digest: AdapterDigest | None = None
+    version_id: UUID | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A line of the model list. ``created`` in Unix seconds; the base has no version."""
+
+    name: str
+    created: int
+    version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSummary:
+    """An adapter and its newest ready version, if it has one."""
+
+    adapter: Adapter
+    newest: AdapterVersion | None
+
+
+class Catalog:
+    """Names and versions of all tenants; every question is asked inside one."""
+
+    def __init__(self, database: Database, base_name: str, *, now: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self.base_name = base_name
+        self._now = now
+        self._started = int(now())
+
+    async def resolve(self, tenant_id: UUID, model: str, default_adapter_id: UUID | None = None) -> ResolvedModel:
+        """The base for its own name; ``adapter`` (its newest ready version), ``adapter@vN``, or ``default``: the key's default
+        adapter, without one the base. Raises `ModelNotFound` for all else, alike.
+        """
+        if model == self.base_name or (model == DEFAULT and default_adapter_id is None):
+            return ResolvedModel(self.base_name)
+        name = parse_model_name(model)
+        if name is None:
+            raise ModelNotFound(model)
+        query = _ready_version(tenant_id, name, default_adapter_id if model == DEFAULT else None)
+        row = await self._database.run_read(lambda session: session.execute(query).first())
+        if row is None:
+            raise ModelNotFound(model)
+        adapter_name, version = row
+        if version.digest is None:
+            raise AssertionError(f"version {version.id} is ready without a digest")
+        shown = model if name.version is not None else adapter_name
+        return ResolvedModel(shown, version.number, AdapterDigest(version.digest), version.id)
+
+    async def list_models(self, tenant_id: UUID) -> list[ListedModel]:
+        """All that the tenant can name: the base first, then its adapters with a ready version, by name."""
+
+        def work(session: Session) -> list[ListedModel]:
+            newest = _newest_numbers(tenant_id).subquery()
+            rows = session.execute(
+                select(Adapter.name, Adapter.created_at, newest.c.number)
+                .join(newest, newest.c.adapter_id == Adapter.id)
+                .where(Adapter.tenant_id == tenant_id, Adapter.deleted_at.is_(None))
+                .order_by(Adapter.name)
+            )
+            return [ListedModel(name, created // 1000, number) for name, created, number in rows]
+
+        return [ListedModel(self.base_name, self._started), *await self._database.run_read(work)]
+
+    async def list_adapters(self, tenant_id: UUID, *, after: UUID | None, limit: int) -> Page[AdapterSummary]:
+        """A tenant's adapters that are not deleted, oldest first."""
+
+        def work(session: Session) -> Page[AdapterSummary]:
+            query = select(Adapter).where(Adapter.tenant_id == tenant_id, Adapter.deleted_at.is_(None)).order_by(Adapter.id)
+            page = page_of(session, query if after is None else query.where(Adapter.id > after), limit)
+            return Page([AdapterSummary(adapter, newest_ready(session, adapter.id)) for adapter in page.rows], page.has_more)
+
+        return await self._database.run_read(work)
+
+    async def get_adapter(self, tenant_id: UUID, name: str) -> AdapterSummary:
+        """Raises `NotFound`."""
+
+        def work(session: Session) -> AdapterSummary:
+            adapter = live_adapter(session, tenant_id, name)
+            return AdapterSummary(adapter, newest_ready(session, adapter.id))
+
+        return await self._database.run_read(work)
+
+    async def delete_adapter(self, tenant_id: UUID, name: str) -> Adapter:
+        """Stop serving an adapter and all its versions; its name stays the tenant's own. Raises `NotFound`."""
+
+        def work(session: Session) -> Adapter:
+            adapter = live_adapter(session, tenant_id, name)
+            adapter.deleted_at = int(self._now() * 1000)
+            session.execute(
+                update(AdapterVersion)
+                .where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.state == VersionState.READY)
+                .values(state=VersionState.DELETING, deleted_at=adapter.deleted_at)
+            )
+            return adapter
+
+        return await self._database.run_write(work)
+
+    async def list_versions(self, tenant_id: UUID, name: str, *, after: UUID | None, limit: int) -> Page[AdapterVersion]:
+        """All versions of an adapter in the order they were made, refused ones too. Raises `NotFound`."""
+
+        def work(session: Session) -> Page[AdapterVersion]:
+            adapter = live_adapter(session, tenant_id, name)
+            query = _visible_versions(adapter).order_by(AdapterVersion.id)
+            return page_of(session, query if after is None else query.where(AdapterVersion.id > after), limit)
+
+        return await self._database.run_read(work)
+
+    async def get_version(self, tenant_id: UUID, name: str, version: str) -> AdapterVersion:
+        """One version by ``vN`` or id. Raises `NotFound`."""
+
+        def work(session: Session) -> AdapterVersion:
+            number, version_id = parse_version(version), parse("av", version)
+            wanted = AdapterVersion.number == number if number is not None else AdapterVersion.id == version_id
+            row = session.scalar(_visible_versions(live_adapter(session, tenant_id, name)).where(wanted))
+            if row is None:
+                raise NotFound(f"Adapter `{name}` has no version `{version}`.", code="version_not_found")
+            return row
+
+        return await self._database.run_read(work)
+
+
+def live_adapter(session: Session, tenant_id: UUID, name: str) -> Adapter:
+    """The tenant's adapter of that name; raises `NotFound` if there is none or it is deleted."""
+    query = select(Adapter).where(Adapter.tenant_id == tenant_id, Adapter.name == name, Adapter.deleted_at.is_(None))
+    adapter = session.scalar(query)
+    if adapter is None:
+        raise NotFound(f"No adapter `{name}` in this tenant.", code="adapter_not_found")
+    return adapter
+
+
+def newest_ready(session: Session, adapter_id: UUID) -> AdapterVersion | None:
+    """The ready version with the highest number."""
+    return session.scalar(
+        select(AdapterVersion)
+        .where(AdapterVersion.adapter_id == adapter_id, AdapterVersion.state == VersionState.READY)
+        .order_by(AdapterVersion.number.desc())
+        .limit(1)
+    )
+
+
+def _visible_versions(adapter: Adapter) -> Select[AdapterVersion]:
+    gone = (VersionState.DELETING, VersionState.DELETED)
+    return select(AdapterVersion).where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.state.not_in(gone))
+
+
+def _newest_numbers(tenant_id: UUID) -> Select[UUID, int | None]:
+    return (
+        select(AdapterVersion.adapter_id, func.max(AdapterVersion.number).label("number"))
+        .where(AdapterVersion.tenant_id == tenant_id, AdapterVersion.state == VersionState.READY)
+        .group_by(AdapterVersion.adapter_id)
+    )
+
+
+def _ready_version(tenant_id: UUID, name: ModelName, default_adapter_id: UUID | None) -> Select[str, AdapterVersion]:
+    """The newest ready version of a named adapter, or of the default one, or exactly the version asked for."""
+    query = (
+        select(Adapter.name, AdapterVersion)
+        .join(AdapterVersion, AdapterVersion.adapter_id == Adapter.id)
+        .where(Adapter.tenant_id == tenant_id, Adapter.deleted_at.is_(None), AdapterVersion.state == VersionState.READY)
+        .where(Adapter.name == name.adapter if default_adapter_id is None else Adapter.id == default_adapter_id)
+    )
+    if name.version is not None:
+        return query.where(AdapterVersion.number == name.version)
+    return query.order_by(AdapterVersion.number.desc()).limit(1)

@@ -1,0 +1,228 @@
+"""The command line. Each command is a call of the admin API; what it prints is text for people, or JSON with ``--json``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from graftwork_adapters.report import Report
+from graftwork_platform.admin.client import AdminClient, CallFailed
+from graftwork_platform.admin.push import push
+from graftwork_platform.admin.schemas import VersionOut
+from graftwork_platform.doctor import examine_data, examine_server, examine_software
+from graftwork_platform.models import VersionState
+from graftwork_platform.serve.command import serve
+from graftwork_platform.settings import Settings, client_settings
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Serve and administer LoRA adapters."
+)
+tenants = typer.Typer(no_args_is_help=True, help="Customers.")
+keys = typer.Typer(no_args_is_help=True, help="Tenants' API keys.")
+adapters = typer.Typer(no_args_is_help=True, help="Tenants' adapters.")
+app.command("serve")(serve)
+app.add_typer(tenants, name="tenants")
+app.add_typer(keys, name="keys")
+app.add_typer(adapters, name="adapters")
+
+Url = Annotated[str | None, typer.Option("--url", help="Where the server is. [env: GRAFTWORK_URL]")]
+AdminKey = Annotated[str | None, typer.Option("--admin-key", help="The operator's key. [env: GRAFTWORK_ADMIN_KEY]")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="The server's data directory, to read admin.key from.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+OfTenant = Annotated[str, typer.Option("--tenant", help="The tenant's name or id.")]
+
+_MARKS = {"pass": "[green]pass[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
+
+
+@tenants.command("create")
+def create_tenant(
+    name: str, url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, as_json: AsJson = False
+) -> None:
+    """Make a tenant."""
+    with _calling(url, admin_key, data_dir, as_json) as client:
+        tenant = client.create_tenant(name)
+        _show(tenant, f"Tenant {tenant.name} is {tenant.id}.", as_json)
+
+
+@tenants.command("list")
+def list_tenants(url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """All tenants."""
+    with _calling(url, admin_key, data_dir, as_json) as client:
+        _show_list(client.list_tenants(), ["id", "name"], as_json)
+
+
+@keys.command("create")
+def create_key(
+    tenant: OfTenant,
+    adapter: Annotated[str | None, typer.Option("--adapter", help='What model "default" means; without it the base.')] = None,
+    url: Url = None,
+    admin_key: AdminKey = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key. Its text is shown this once."""
+    with _calling(url, admin_key, data_dir, as_json) as client:
+        key = client.create_key(tenant, adapter)
+        _show(key, f"{key.key}\nKeep it: it is not shown again. Its id is {key.id}.", as_json)
+
+
+@keys.command("list")
+def list_keys(
+    tenant: OfTenant, url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, as_json: AsJson = False
+) -> None:
+    """A tenant's keys, without their texts."""
+    with _calling(url, admin_key, data_dir, as_json) as client:
+        _show_list(client.list_keys(tenant), ["id", "redacted", "default_adapter_id", "revoked_at"], as_json)
+
+
+@keys.command("revoke")
+def revoke_key(
+    key_id: str, tenant: OfTenant, url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, as_json: AsJson = False
+) -> None:
+    """Refuse a key from now on."""
+    with _calling(url, admin_key, data_dir, as_json) as client:
+        key = client.revoke_key(tenant, key_id)
+        _show(key, f"Key {key.id} is revoked.", as_json)
+
+
+@adapters.command("push")
+def push_adapter(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that PEFT saved.")],
+    tenant: OfTenant,
+    name: Annotated[str, typer.Option("--name", help="The adapter's name.")],
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the verdict.")] = 1800.0,
+    url: Url = None,
+    admin_key: AdminKey = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish a folder as the adapter's next version, wait for the verdict and print the report; exit 1 unless it is ready."""
+    with _calling(url, admin_key, data_dir, as_json) as client:
+        with _progress(quiet=as_json) as progress:
+            task = progress.add_task(f"Sending {folder.name}")
+
+            def sent(done: int, total: int) -> None:
+                progress.update(task, completed=done, total=total)
+
+            version = push(client, folder, tenant=tenant, name=name, timeout=timeout, sent=sent)
+        _show_verdict(name, version, as_json)
+        if version.state != VersionState.READY:
+            raise typer.Exit(1)
+
+
+@adapters.command("list")
+def list_adapters(
+    tenant: OfTenant, url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, as_json: AsJson = False
+) -> None:
+    """A tenant's adapters and their newest ready versions."""
+    with _calling(url, admin_key, data_dir, as_json) as client:
+        _show_list(client.list_adapters(tenant), ["id", "name", "version", "digest"], as_json)
+
+
+@adapters.command("delete")
+def delete_adapter(
+    name: str, tenant: OfTenant, url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, as_json: AsJson = False
+) -> None:
+    """Stop serving an adapter and all its versions."""
+    with _calling(url, admin_key, data_dir, as_json) as client:
+        _show(client.delete_adapter(tenant, name), f"Adapter {name} is deleted.", as_json)
+
+
+@app.command("doctor")
+def doctor(url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Look for what keeps a server from serving, and say what to do; exit 1 if anything does."""
+    report = Report()
+    examine_software(report)
+    if data_dir is None:
+        report.warn("data directory", None, "was not looked at", "give --data-dir")
+    else:
+        examine_data(report, Settings(data_dir=data_dir, model_dir=data_dir))
+    with _calling(url, admin_key, data_dir, as_json) as client:
+        examine_server(report, client)
+    findings = report.as_json()
+    if as_json:
+        _print_json({"ok": report.ok, "checks": findings})
+    else:
+        Console().print(_report_table(findings))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """The ``graftwork`` command."""
+    app()
+
+
+@contextmanager
+def _calling(url: str | None, admin_key: str | None, data_dir: Path | None, as_json: bool) -> Iterator[AdminClient]:
+    """A client for one command; a call that fails is told to the user and ends the command with exit status 1."""
+    try:
+        try:
+            settings = client_settings(url=url, admin_key=admin_key, data_dir=data_dir)
+        except OSError as error:
+            raise CallFailed(f"admin.key cannot be read: {error.strerror}", next_step="Give --admin-key.") from error
+        with AdminClient(settings) as client:
+            yield client
+    except CallFailed as failed:
+        if as_json:
+            _print_json({"error": {"message": failed.message, "code": failed.code, "param": failed.param, "fix": failed.next_step}})
+        else:
+            typer.echo(f"Error: {failed.message}", err=True)
+            if failed.next_step:
+                typer.echo(failed.next_step, err=True)
+        raise typer.Exit(1) from failed
+
+
+def _show(item: BaseModel, text: str, as_json: bool) -> None:
+    typer.echo(item.model_dump_json() if as_json else text)
+
+
+def _show_list(items: Sequence[BaseModel], columns: Sequence[str], as_json: bool) -> None:
+    rows = [item.model_dump(mode="json") for item in items]
+    if as_json:
+        _print_json({"object": "list", "data": rows})
+        return
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
+    Console().print(table)
+
+
+def _show_verdict(name: str, version: VersionOut, as_json: bool) -> None:
+    if as_json:
+        _print_json({"name": name, **version.model_dump(mode="json", exclude={"upload"})})
+        return
+    console = Console()
+    console.print(_report_table(version.report))
+    console.print(f"{name}@{version.version} is ready." if version.version else f"{name} was refused: nothing changed.")
+
+
+def _report_table(findings: Sequence[dict[str, str | None]]) -> Table:
+    table = Table("check", "result", "about", "message", "what to do")
+    for finding in findings:
+        mark = _MARKS.get(finding["result"] or "", "")
+        table.add_row(finding["check"], mark, finding["field"] or "", finding["message"], finding["fix"] or "")
+    return table
+
+
+def _progress(*, quiet: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty())
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value))
+
+
+if __name__ == "__main__":
+    main()

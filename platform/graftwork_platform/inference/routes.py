@@ -1,0 +1,150 @@
+"""The routes below ``/v1``: who calls, what is asked, and how the answer is sent. Knows no SQL."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from graftwork_platform.catalog.catalog import Catalog, ListedModel
+from graftwork_platform.inference.admission import Admission, Admitted, Origin
+from graftwork_platform.inference.body import read_body
+from graftwork_platform.inference.engine import Engine
+from graftwork_platform.inference.generation import Generator, Tally
+from graftwork_platform.inference.output import OutputText, join
+from graftwork_platform.inference.responses import Model, ModelList, PromptTokensDetails, Usage
+from graftwork_platform.inference.schemas import GenerationFields, parse_chat, parse_completion
+from graftwork_platform.inference.sse import DONE, ClientGone, EventStream, event, until_disconnect
+from graftwork_platform.inference.wire import ChatWire, CompletionWire, Heading, Wire
+from graftwork_platform.keys.ring import Caller, KeyRing
+from graftwork_platform.observability import client_request_id, request_id_of
+from graftwork_platform.text.tokenizer import Tokenizer
+
+MAX_BODY_BYTES = 16 << 20
+_CLIENT_CLOSED_REQUEST = 499
+"""nginx's number for a client that has gone; nobody reads it but the log and the metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """What the routes need."""
+
+    keyring: KeyRing
+    catalog: Catalog
+    admission: Admission
+    generator: Generator
+    engine: Engine
+    tokenizer: Tokenizer
+    max_body_bytes: int = MAX_BODY_BYTES
+
+
+def inference_router(inference: Inference) -> APIRouter:
+    """OpenAI's endpoints. Each authenticates from the headers before the body is read."""
+    router = APIRouter(prefix="/v1")
+
+    async def caller_of(request: Request) -> Caller:
+        return inference.keyring.authenticate(request.headers.get("authorization"))
+
+    @router.post("/chat/completions")
+    async def create_chat_completion(request: Request, caller: Caller = Depends(caller_of)) -> Response:
+        origin = _origin(request, caller)
+        chat = parse_chat(await read_body(request, inference.max_body_bytes))
+        admitted = await inference.admission.admit_chat(chat, origin)
+        wire = ChatWire(_heading("chatcmpl", chat, admitted), inference.tokenizer)
+        return await _respond(inference, request, admitted, wire, stream=chat.stream)
+
+    @router.post("/completions")
+    async def create_completion(request: Request, caller: Caller = Depends(caller_of)) -> Response:
+        origin = _origin(request, caller)
+        completion = parse_completion(await read_body(request, inference.max_body_bytes))
+        admitted = await inference.admission.admit_completion(completion, origin)
+        wire = CompletionWire(_heading("cmpl", completion, admitted), inference.tokenizer)
+        return await _respond(inference, request, admitted, wire, stream=completion.stream)
+
+    @router.get("/models")
+    async def list_models(caller: Caller = Depends(caller_of)) -> Response:
+        listed = await inference.catalog.list_models(caller.tenant_id)
+        return _json(ModelList([_model(inference, line) for line in listed]))
+
+    @router.get("/models/{model:path}")
+    async def get_model(model: str, caller: Caller = Depends(caller_of)) -> Response:
+        resolved = await inference.catalog.resolve(caller.tenant_id, model, caller.default_adapter_id)
+        listed = await inference.catalog.list_models(caller.tenant_id)
+        name = resolved.public_name.partition("@")[0] if resolved.digest else resolved.public_name
+        created = next((line.created for line in listed if line.name == name), listed[0].created)
+        return _json(_model(inference, ListedModel(model, created, resolved.version)))
+
+    return router
+
+
+async def _respond(inference: Inference, request: Request, admitted: Admitted, wire: Wire, *, stream: bool) -> Response:
+    if stream:
+        return EventStream(_frames(inference, admitted, wire))
+    try:
+        return _json(await until_disconnect(request.receive, _whole(inference, admitted, wire)))
+    except ClientGone:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _frames(inference: Inference, admitted: Admitted, wire: Wire) -> AsyncGenerator[bytes, None]:
+    """Frames of a stream, several of one item at once. By the last item's, usage is durable."""
+    tally = Tally(len(admitted.prompt_ids))
+    output = OutputText(inference.tokenizer)
+    opening = [event(chunk) for chunk in wire.opening()]
+    async with aclosing(inference.generator.run(admitted, tally)) as items:
+        async for item in items:
+            frames = opening + [event(chunk) for chunk in wire.chunks(output.take(item))]
+            opening = []
+            if frames:
+                yield b"".join(frames)
+    yield b"".join(event(chunk) for chunk in wire.closing(_usage(tally))) + DONE
+
+
+async def _whole(inference: Inference, admitted: Admitted, wire: Wire) -> msgspec.Struct:
+    tally = Tally(len(admitted.prompt_ids))
+    output = OutputText(inference.tokenizer)
+    async with aclosing(inference.generator.run(admitted, tally)) as items:
+        deltas = [output.take(item) async for item in items]
+    return wire.whole(join(deltas), _usage(tally))
+
+
+def _origin(request: Request, caller: Caller) -> Origin:
+    ours = request_id_of(request.scope)
+    return Origin(caller, ours.id, client_request_id(request.scope), ours.arrived)
+
+
+def _heading(kind: str, fields: GenerationFields, admitted: Admitted) -> Heading:
+    origin = admitted.origin
+    return Heading(
+        id=f"{kind}-{origin.request_id.hex}",
+        created=int(origin.arrived),
+        model=admitted.model.public_name,
+        prompt_ids=admitted.prompt_ids if fields.return_token_ids else None,
+        usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
+    )
+
+
+def _usage(tally: Tally) -> Usage:
+    prompt, output = tally.prompt_tokens, tally.output_tokens
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(min(tally.cached_tokens, prompt)))
+
+
+def _model(inference: Inference, line: ListedModel) -> Model:
+    base = inference.catalog.base_name
+    is_base = line.version is None
+    info = inference.engine.info
+    return Model(
+        id=line.name,
+        created=line.created,
+        owned_by="graftwork" if is_base else "tenant",
+        parent=None if is_base else base,
+        max_model_len=None if info is None else min(info.max_model_len, info.max_prompt_and_output),
+    )
+
+
+def _json(payload: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(payload), media_type="application/json")

@@ -1,0 +1,1 @@
+"""API keys: their text, their hashes at rest, and who is calling."""

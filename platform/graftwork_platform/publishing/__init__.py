@@ -1,0 +1,1 @@
+"""From uploaded files to a version that can be served."""

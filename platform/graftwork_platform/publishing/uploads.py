@@ -1,0 +1,197 @@
+"""Uploads: promised, received part by part, completed into a version that waits for its verdict. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from graftwork_adapters.keys import AdapterDigest
+from graftwork_platform.catalog.catalog import newest_ready
+from graftwork_platform.catalog.names import check_adapter_name
+from graftwork_platform.db import Database
+from graftwork_platform.errors import BadRequest, Conflict, NotFound
+from graftwork_platform.ids import show, uuid7
+from graftwork_platform.models import Adapter, AdapterVersion, Upload, UploadState, VersionState
+from graftwork_platform.publishing.incoming import Incoming
+from graftwork_platform.publishing.manifest import FileEntry, Part, check_manifest, from_json, manifest_sha256, parts_of, to_json
+from graftwork_platform.publishing.publisher import Publisher
+from graftwork_platform.settings import UploadLimits
+
+
+@dataclass(frozen=True, slots=True)
+class UploadView:
+    """An upload as its owner sees it: ``missing`` parts are still to be sent; ``version`` once it is complete."""
+
+    upload: Upload
+    missing: Sequence[Part]
+    version: AdapterVersion | None
+
+
+class Uploads:
+    """All tenants' uploads; every question is asked inside one tenant."""
+
+    def __init__(
+        self,
+        database: Database,
+        incoming: Incoming,
+        publisher: Publisher,
+        limits: UploadLimits,
+        *,
+        base_name: str,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._database = database
+        self._incoming = incoming
+        self._publisher = publisher
+        self._limits = limits
+        self._base_name = base_name
+        self._now = now
+        self._completing: set[UUID] = set()
+
+    async def create(self, tenant_id: UUID, name: str, files: Sequence[FileEntry]) -> UploadView:
+        """Promise files for a version of adapter ``name``. Raises `BadRequest`, `PayloadTooLarge`."""
+        check_adapter_name(name, self._base_name)
+        check_manifest(files, self._limits)
+        millis = int(self._now() * 1000)
+        upload = Upload(
+            id=uuid7(self._now),
+            tenant_id=tenant_id,
+            adapter_name=name,
+            files=to_json(files),
+            part_bytes=self._limits.part_bytes,
+            state=UploadState.UPLOADING,
+            version_id=None,
+            created_at=millis,
+            expires_at=millis + int(self._limits.expires_after * 1000),
+        )
+        await self._database.run_write(lambda session: session.add(upload))
+        return await self._view(upload)
+
+    async def get(self, tenant_id: UUID, upload_id: UUID) -> UploadView:
+        """Raises `NotFound`."""
+        return await self._view(await self._load(tenant_id, upload_id))
+
+    async def put_part(self, tenant_id: UUID, upload_id: UUID, path: str, number: int, body: AsyncIterator[bytes]) -> None:
+        """Receive one part; again replaces it. Raises `NotFound`, `BadRequest`, or `Conflict` once the upload is complete."""
+        upload = await self._load(tenant_id, upload_id)
+        if upload.state != UploadState.UPLOADING:
+            raise Conflict(f"Upload {show('up', upload_id)} is {upload.state} and takes no more parts.", code="upload_closed")
+        files = from_json(upload.files)
+        file = next((file for file in files if file.path == path), None)
+        if file is None:
+            raise NotFound(f"Upload {show('up', upload_id)} has no file `{path}`.", code="file_not_found")
+        parts = parts_of(file, upload.part_bytes)
+        if not 1 <= number <= len(parts):
+            raise BadRequest(f"`{path}` has parts 1 to {len(parts)}, not {number}.", param="part")
+        await self._incoming.receive(upload_id, files, parts[number - 1], body)
+
+    async def complete(self, tenant_id: UUID, upload_id: UUID) -> UploadView:
+        """Check that all bytes are here and hand them to the publisher; once complete, completing again changes nothing.
+
+        The latest version's own files again are that version, at once. Raises `NotFound`, `BadRequest` for missing or wrong bytes,
+        `Conflict` for an upload that expired or is just being completed.
+        """
+        upload = await self._load(tenant_id, upload_id)
+        if upload.state == UploadState.EXPIRED:
+            raise Conflict(f"Upload {show('up', upload_id)} has expired; start a new one.", code="upload_expired")
+        if upload.state != UploadState.UPLOADING:
+            return await self._view(upload)
+        if upload_id in self._completing:
+            raise Conflict(f"Upload {show('up', upload_id)} is being completed.", code="upload_busy")
+        self._completing.add(upload_id)
+        try:
+            completed = await self._complete(upload)
+        finally:
+            self._completing.discard(upload_id)
+        return await self._view(completed)
+
+    async def _complete(self, upload: Upload) -> Upload:
+        files = from_json(upload.files)
+        await asyncio.to_thread(self._incoming.assemble, upload.id, files, upload.part_bytes)
+        same = await self._same_as_latest(upload, manifest_sha256(files))
+
+        def work(session: Session) -> Upload:
+            row = session.get_one(Upload, upload.id)
+            if row.state != UploadState.UPLOADING:
+                return row  # a sweep came first
+            row.version_id = same or self._new_version(session, row, manifest_sha256(files)).id
+            row.state = UploadState.READY if same else UploadState.VALIDATING
+            return row
+
+        completed = await self._database.run_write(work)
+        if completed.state == UploadState.VALIDATING:
+            self._publisher.submit(upload.id)
+        else:
+            await asyncio.to_thread(self._incoming.drop, upload.id)
+        return completed
+
+    async def _same_as_latest(self, upload: Upload, manifest: str) -> UUID | None:
+        """The newest version's id if it was made of exactly these files and can still be served."""
+
+        def work(session: Session) -> AdapterVersion | None:
+            adapter = _adapter(session, upload.tenant_id, upload.adapter_name)
+            newest = newest_ready(session, adapter.id) if adapter else None
+            return newest if newest and newest.manifest_sha256 == manifest else None
+
+        newest = await self._database.run_read(work)
+        if newest is None or newest.digest is None or not await self._publisher.is_stored(AdapterDigest(newest.digest)):
+            return None  # also where its blobs vanished: publishing them again heals it
+        return newest.id
+
+    def _new_version(self, session: Session, upload: Upload, manifest: str) -> AdapterVersion:
+        millis = int(self._now() * 1000)
+        adapter = _adapter(session, upload.tenant_id, upload.adapter_name)
+        if adapter is None:
+            adapter = Adapter(
+                id=uuid7(self._now),
+                tenant_id=upload.tenant_id,
+                name=upload.adapter_name,
+                next_version=1,
+                created_at=millis,
+            )
+            session.add(adapter)
+            session.flush()
+        adapter.deleted_at = None
+        version = AdapterVersion(
+            id=uuid7(self._now),
+            tenant_id=upload.tenant_id,
+            adapter_id=adapter.id,
+            manifest_sha256=manifest,
+            state=VersionState.VALIDATING,
+            report=[],
+            attempts=0,
+            created_at=millis,
+        )
+        session.add(version)
+        session.flush()
+        return version
+
+    async def _load(self, tenant_id: UUID, upload_id: UUID) -> Upload:
+        query = select(Upload).where(Upload.tenant_id == tenant_id, Upload.id == upload_id)
+        upload = await self._database.run_read(lambda session: session.scalar(query))
+        if upload is None:
+            raise NotFound(f"No upload {show('up', upload_id)} in this tenant.", code="upload_not_found")
+        return upload
+
+    async def _view(self, upload: Upload) -> UploadView:
+        if upload.version_id is not None:
+            version_id = upload.version_id
+            version = await self._database.run_read(lambda session: session.get_one(AdapterVersion, version_id))
+            return UploadView(upload, (), version)
+        if upload.state != UploadState.UPLOADING:
+            return UploadView(upload, (), None)
+        files = from_json(upload.files)
+        here = await asyncio.to_thread(self._incoming.received, upload.id, files, upload.part_bytes)
+        missing = [p for file in files for p in parts_of(file, upload.part_bytes) if (p.path, p.number) not in here]
+        return UploadView(upload, missing, None)
+
+
+def _adapter(session: Session, tenant_id: UUID, name: str) -> Adapter | None:
+    """The row of that name, deleted or not."""
+    return session.scalar(select(Adapter).where(Adapter.tenant_id == tenant_id, Adapter.name == name))

@@ -1,0 +1,97 @@
+"""The API process: ``python -m graftwork_platform.serve.api_process`` reads its configuration from standard input and answers HTTP.
+
+It listens on a socket that the supervisor opened, so that a new API process takes over where the last one ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from graftwork_adapters.base_spec import load_base_spec
+from graftwork_adapters.errors import AdapterError
+from graftwork_adapters.folder_store import open_store
+from graftwork_engine.client import EngineClient
+from graftwork_engine.errors import UnsupportedModel
+from graftwork_engine.lifeline import die_with_parent
+from graftwork_platform.app import create_app
+from graftwork_platform.context import build_services
+from graftwork_platform.db import UnsupportedDatabase
+from graftwork_platform.secrets import BadSecret
+from graftwork_platform.serve.supervisor import EXIT_CONFIG
+from graftwork_platform.settings import Settings
+from graftwork_platform.text.model_text import ModelText
+from graftwork_platform.text.tokenizer import TokenizerError
+
+logger = logging.getLogger(__name__)
+
+
+class ApiConfig(msgspec.Struct, frozen=True):
+    """What the supervisor tells an API process: its settings, and where the engine answers."""
+
+    settings: Settings
+    engine_endpoint: str
+
+
+def encode_config(config: ApiConfig) -> bytes:
+    """As JSON."""
+    return msgspec.json.encode(config, enc_hook=str)
+
+
+def decode_config(data: bytes) -> ApiConfig:
+    """From JSON; raises `msgspec.ValidationError`."""
+    return msgspec.json.decode(data, type=ApiConfig, dec_hook=_as_path)
+
+
+def _as_path(kind: type, value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    raise TypeError(f"{kind} is not part of a configuration")
+
+
+async def answer(config: ApiConfig, listener: socket.socket) -> None:
+    """Answer HTTP on ``listener`` until SIGTERM, then let running streams end within the settings' grace."""
+    settings = config.settings
+    spec = load_base_spec(settings.model_dir, settings.cache_dir, name=settings.base_name)
+    services = build_services(settings, spec, open_store(str(settings.store_dir)))
+    app = create_app(services, EngineClient(config.engine_endpoint), ModelText.from_dir(settings.model_dir))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(settings.shutdown_grace),
+        )
+    )
+    await server.serve(sockets=[listener])
+
+
+def main() -> None:
+    """Entry point of the process; see the module's docstring."""
+    parser = argparse.ArgumentParser(description="Graftwork API process; its configuration comes as JSON on standard input.")
+    parser.add_argument("--fd", type=int, required=True, help="the listening socket, inherited from the supervisor")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor; this process dies with it")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s api %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    try:
+        config = decode_config(sys.stdin.buffer.read())
+        with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
+            runner.run(answer(config, socket.socket(fileno=arguments.fd)))
+    except (AdapterError, UnsupportedModel, UnsupportedDatabase, BadSecret, TokenizerError, msgspec.ValidationError) as error:
+        logger.error("%s", error)
+        sys.exit(EXIT_CONFIG)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""``graftwork serve``: check, migrate, start, seed, and say where everything is. The composition of one machine's server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+
+from graftwork_adapters.base_spec import load_base_spec
+from graftwork_adapters.errors import UnsupportedBase
+from graftwork_engine.config import EngineConfig
+from graftwork_engine.errors import ConfigError
+from graftwork_platform.admin.client import AdminClient, CallFailed
+from graftwork_platform.serve.api_process import ApiConfig, encode_config
+from graftwork_platform.serve.data_dir import DataDirBusy, locked
+from graftwork_platform.serve.seed import Seed, SeedFailed, example_curl, plant, read_seed
+from graftwork_platform.serve.supervisor import Child, ChildFailed, Supervisor
+from graftwork_platform.settings import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    ClientSettings,
+    PublishLimits,
+    Settings,
+)
+
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 600.0
+ENGINE_STOP_S = 10.0
+
+
+class CannotServe(Exception):
+    """The server cannot start; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """All that `run` needs. ``seed_file`` is None for a server that starts with what it has."""
+
+    settings: Settings
+    engine: EngineConfig
+    seed_file: Path | None
+    as_json: bool
+
+
+def serve(
+    model: Annotated[Path | None, typer.Option(help="The base model, a Hugging Face folder.")] = None,
+    data_dir: Annotated[Path, typer.Option(help="Where everything is kept.")] = Path(".data"),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = DEFAULT_PORT,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights, activations and KV cache.")] = "bfloat16",
+    adapter_memory: Annotated[int | None, typer.Option(metavar="BYTES", help="Device pool for adapters.")] = None,
+    adapter_host_memory: Annotated[int | None, typer.Option(metavar="BYTES", help="Host cache for adapters.")] = None,
+    adapter_page: Annotated[int | None, typer.Option(metavar="BYTES", help="Page of the device pool.")] = None,
+    kv_memory: Annotated[int | None, typer.Option(metavar="BYTES", help="KV cache; overrides the fraction.")] = None,
+    kv_memory_fraction: Annotated[float | None, typer.Option(help="Of free memory, for the KV cache.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Prompt and output of a request, in tokens.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at the same time.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.")] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Share the KV blocks of equal prefixes.")] = True,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of one operator.")] = None,
+    max_lora_rank: Annotated[int | None, typer.Option(help="Largest rank that an upload may have.")] = None,
+    require_base_name: Annotated[bool, typer.Option(help="Refuse adapters that name another base.")] = False,
+    served_name: Annotated[str, typer.Option(help="The base's name for clients; the folder's name by default.")] = "",
+    request_timeout: Annotated[float, typer.Option(help="Seconds a request may take.")] = 600.0,
+    seed: Annotated[Path | None, typer.Option(metavar="FILE", help="Tenants and adapters to start with.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Serve a base model and its tenants' adapters on this machine. Ctrl-C stops it."""
+    publish = PublishLimits(require_base_name=require_base_name)
+    if max_lora_rank is not None:
+        publish = PublishLimits(require_base_name=require_base_name, max_rank=max_lora_rank)
+    try:
+        settings = Settings(
+            data_dir=data_dir.absolute(),
+            model_dir=(model or _only_base(data_dir)).absolute(),
+            served_name=served_name,
+            host=host,
+            port=port,
+            dtype=dtype,
+            row_type=dtype,
+            publish=publish,
+            request_timeout=request_timeout,
+        )
+        chosen: dict[str, int | float | None] = {
+            "adapter_memory_bytes": adapter_memory,
+            "adapter_host_bytes": adapter_host_memory,
+            "adapter_page_bytes": adapter_page,
+            "kv_memory_bytes": kv_memory,
+            "kv_memory_fraction": kv_memory_fraction,
+            "block_size": block_size,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "num_threads": threads,
+        }
+        engine = _engine_config(settings, chosen, prefix_caching=prefix_caching)
+        run(ServePlan(settings, engine, seed, as_json))
+    except (CannotServe, ChildFailed, ConfigError, DataDirBusy, SeedFailed, UnsupportedBase) as error:
+        typer.echo(json.dumps({"error": {"message": str(error)}}) if as_json else f"Error: {error}", err=not as_json)
+        raise typer.Exit(1) from error
+
+
+def _engine_config(settings: Settings, chosen: dict[str, int | float | None], *, prefix_caching: bool) -> EngineConfig:
+    fixed = {
+        "model_dir": str(settings.model_dir),
+        "dtype": settings.dtype,
+        "store_url": str(settings.store_dir),
+        "cache_dir": str(settings.cache_dir),
+        "enable_prefix_caching": prefix_caching,
+    }
+    config = msgspec.convert({**fixed, **{k: v for k, v in chosen.items() if v is not None}}, EngineConfig)
+    config.validate()
+    return config
+
+
+def _only_base(data_dir: Path) -> Path:
+    folders = [path.parent for path in sorted((data_dir / "base").glob("*/config.json"))]
+    if len(folders) != 1:
+        raise CannotServe(f"say which base model to serve with --model DIR ({data_dir / 'base'} holds {len(folders)})")
+    return folders[0]
+
+
+def run(plan: ServePlan) -> None:
+    """Serve until SIGINT or SIGTERM. Raises what `serve` turns into a message."""
+    settings = plan.settings
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    seed = None if plan.seed_file is None else read_seed(plan.seed_file)
+    with ExitStack() as stack:
+        stack.enter_context(locked(settings.lock_file))
+        load_base_spec(settings.model_dir, settings.cache_dir)  # refuses a base by name now, and leaves its id for the children
+        _migrate(settings.database)
+        listener = stack.enter_context(_listen(settings.host, settings.port))
+        address, port = listener.getsockname()[:2]
+        url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
+        sockets = Path(tempfile.mkdtemp(prefix="graftwork-"))  # short, since the kernel bounds such a path to 107 bytes
+        stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+        supervisor = Supervisor(_children(plan, f"ipc://{sockets}/engine", listener))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: supervisor.request_stop())
+        greeter = _Greeter(plan, seed, url, supervisor)
+        greeter.start()
+        supervisor.run()
+        if greeter.failure is not None:
+            raise greeter.failure
+        if not plan.as_json:
+            typer.echo("Stopped.")
+
+
+def _migrate(database_url: str) -> None:
+    """In a process of its own, since this room may not import the migrations."""
+    command = [sys.executable, "-m", "graftwork_migrations", "upgrade", "--database-url", database_url]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CannotServe(f"the database cannot be brought up to date: {done.stderr.strip()[-2000:]}")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise CannotServe(f"cannot listen on {host}:{port}: {error}; choose another with --host and --port") from error
+    listener.set_inheritable(True)
+    return listener
+
+
+def _children(plan: ServePlan, endpoint: str, listener: socket.socket) -> list[Child]:
+    api = ApiConfig(plan.settings, endpoint)
+    return [
+        Child("engine", "graftwork_engine.process", ["--endpoint", endpoint], msgspec.json.encode(plan.engine), ENGINE_STOP_S),
+        Child(
+            "API process",
+            "graftwork_platform.serve.api_process",
+            ["--fd", str(listener.fileno())],
+            encode_config(api),
+            plan.settings.shutdown_grace + 5.0,
+            pass_fds=[listener.fileno()],
+        ),
+    ]
+
+
+class _Greeter(threading.Thread):
+    """Waits until the server is ready, plants the seed, and tells the user where everything is."""
+
+    def __init__(self, plan: ServePlan, seed: Seed | None, url: str, supervisor: Supervisor) -> None:
+        super().__init__(name="greeter", daemon=True)
+        self._plan, self._seed, self._url, self._supervisor = plan, seed, url, supervisor
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        """The thread's body; a failure ends the server."""
+        try:
+            self._greet()
+        except (SeedFailed, CannotServe) as error:
+            self.failure = error
+            self._supervisor.request_stop()
+
+    def _greet(self) -> None:
+        say: Callable[[str], None] = logger.info
+        began = time.monotonic()
+        while not self._ready():
+            if self._supervisor.stopping:
+                return
+            if time.monotonic() - began > START_LIMIT_S:
+                raise CannotServe(f"the server was not ready after {START_LIMIT_S:.0f} s; the log above says how far it came")
+            time.sleep(0.1)
+        settings = self._plan.settings
+        keys_dir = settings.data_dir / "demo"
+        curl = None
+        if self._seed is not None and self._plan.seed_file is not None:
+            admin_key = settings.admin_key_file.read_text().strip()
+            with AdminClient(ClientSettings(self._url, admin_key)) as client:
+                plant(self._seed, self._plan.seed_file.parent, client, keys_dir, say)
+            curl = example_curl(self._seed, self._url, keys_dir)
+        self._show(keys_dir if self._seed is not None else None, curl)
+
+    def _ready(self) -> bool:
+        try:
+            with AdminClient(ClientSettings(self._url, None)) as client:
+                return self._plan.settings.admin_key_file.exists() and client.is_ready()
+        except CallFailed:
+            return False
+
+    def _show(self, keys_dir: Path | None, curl: str | None) -> None:
+        settings = self._plan.settings
+        if self._plan.as_json:
+            facts = {"url": self._url, "pid": os.getpid(), "admin_key_file": str(settings.admin_key_file), "curl": curl}
+            typer.echo(json.dumps(facts))
+            return
+        lines = [
+            "",
+            f"Graftwork serves {settings.base_name} at {self._url}",
+            f"  admin key     {settings.admin_key_file}",
+            *([f"  tenants' keys {keys_dir}/"] if keys_dir is not None else []),
+            f"  administer    GRAFTWORK_URL={self._url} graftwork tenants list --data-dir {settings.data_dir}",
+            "  stop          Ctrl-C",
+            *(["", "Try it:", "", curl] if curl else []),
+            "",
+        ]
+        typer.echo("\n".join(lines))

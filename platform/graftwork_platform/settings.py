@@ -1,0 +1,127 @@
+"""What an operator can choose, frozen. The only module that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from graftwork_adapters.keys import RowTypeName
+
+Dtype = Literal["bfloat16", "float32"]
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class UploadLimits:
+    """What one upload may be. Sizes in bytes, times in seconds."""
+
+    max_files: int = 64
+    max_bytes: int = 4 << 30
+    part_bytes: int = 8 * MIB
+    expires_after: float = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PublishLimits:
+    """What one publishing subprocess may use and accept."""
+
+    max_rank: int = 256
+    require_base_name: bool = False
+    timeout: float = 600.0  # seconds
+    memory_bytes: int = 8 << 30
+    concurrency: int = 1
+    max_attempts: int = 3  # starts of the same version, across restarts of the server
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One server. ``served_name`` is the base's name in ``model``; empty means the model folder's name."""
+
+    data_dir: Path
+    model_dir: Path
+    served_name: str = ""
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    dtype: Dtype = "bfloat16"
+    row_type: RowTypeName = "bfloat16"
+    database_url: str = ""
+    object_store_dir: Path | None = None
+    upload: UploadLimits = UploadLimits()
+    publish: PublishLimits = PublishLimits()
+    request_timeout: float = 600.0  # seconds a request may take from its arrival to its last token
+    max_model_len: int | None = None  # None: the base's own limit
+    adapter_memory_bytes: int | None = None  # None: the engine's own choice
+    shutdown_grace: float = 10.0  # seconds in which running streams may end
+
+    @property
+    def base_name(self) -> str:
+        """The base's name as clients write it."""
+        return self.served_name or self.model_dir.resolve().name
+
+    @property
+    def database(self) -> str:
+        """SQLAlchemy URL of the database."""
+        return self.database_url or f"sqlite:///{self.data_dir.resolve() / 'graftwork.db'}"
+
+    @property
+    def secrets_dir(self) -> Path:
+        """Where the pepper and the cache-salt secret lie."""
+        return self.data_dir / "secrets"
+
+    @property
+    def admin_key_file(self) -> Path:
+        """Where the first start leaves the admin key."""
+        return self.data_dir / "admin.key"
+
+    @property
+    def lock_file(self) -> Path:
+        """Locked by the one server that may use this data directory."""
+        return self.data_dir / "server.lock"
+
+    @property
+    def uploads_dir(self) -> Path:
+        """Uploads on their way in; swept when published or expired."""
+        return self.data_dir / "incoming"
+
+    @property
+    def scratch_dir(self) -> Path:
+        """Half-written files of publications; empty while none runs."""
+        return self.data_dir / "scratch"
+
+    @property
+    def cache_dir(self) -> Path:
+        """What can be made again: packed adapters that were fetched, the base's id."""
+        return self.data_dir / "cache"
+
+    @property
+    def store_dir(self) -> Path:
+        """Root of the folder object store."""
+        return self.object_store_dir or self.data_dir / "objects"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """Where the command line finds a server, and as whom it speaks."""
+
+    url: str
+    admin_key: str | None
+
+
+def client_settings(
+    *, url: str | None, admin_key: str | None, data_dir: Path | None, environ: Mapping[str, str] = os.environ
+) -> ClientSettings:
+    """Flags first, then ``GRAFTWORK_URL`` and ``GRAFTWORK_ADMIN_KEY``, then ``admin.key`` in ``data_dir``.
+
+    Raises `OSError` if the key file is there and cannot be read.
+    """
+    key = admin_key or environ.get("GRAFTWORK_ADMIN_KEY")
+    if not key and data_dir is not None and (data_dir / "admin.key").exists():
+        key = (data_dir / "admin.key").read_text().strip()
+    where = url or environ.get("GRAFTWORK_URL") or f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+    return ClientSettings(url=where.rstrip("/"), admin_key=key or None)

@@ -1,0 +1,73 @@
+"""Token ids to text, one at a time, as they are generated: what is returned never ends inside a character. Knows no requests.
+
+The pieces, laid end to end with the last `flush`, are the decoding of all ids without special tokens. Byte-level tokenizers
+(GPT-2's kind: Llama 3, Qwen, SmolLM) decode token by token, so their bytes go through an incremental UTF-8 decoder: exact, and
+constant work per token. Others (SentencePiece's kind) decode a token by its neighbours, so a window of tokens is decoded twice;
+there the pieces are exact wherever the tokens spell valid UTF-8.
+"""
+
+from __future__ import annotations
+
+import codecs
+from typing import Protocol
+
+from graftwork_platform.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """The text of one growing sequence."""
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; the text that has become certain, often empty in the middle of a character."""
+        ...
+
+    def flush(self) -> str:
+        """The sequence has ended: what was held back, an unfinished character as U+FFFD."""
+        ...
+
+
+def new_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
+    """A detokenizer for one sequence."""
+    return _ByteLevelDetokenizer(tokenizer) if tokenizer.is_byte_level else _WindowDetokenizer(tokenizer)
+
+
+class _ByteLevelDetokenizer:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._tokenizer.special_ids:
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDetokenizer:
+    """``_context`` is what was returned last and gives the tokens in ``_pending`` their left neighbours."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._tokenizer.special_ids:
+            return ""
+        self._pending.append(token_id)
+        return self._take(final=False)
+
+    def flush(self) -> str:
+        return self._take(final=True)
+
+    def _take(self, *, final: bool) -> str:
+        before = self._tokenizer.decode(self._context)
+        text = self._tokenizer.decode(self._context + self._pending)
+        if not final and (len(text) <= len(before) or text.endswith(_REPLACEMENT)):
+            return ""
+        self._context, self._pending = self._pending, []
+        return text[len(before) :]

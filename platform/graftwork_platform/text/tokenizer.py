@@ -1,0 +1,176 @@
+"""Text to token ids and back, as transformers' AutoTokenizer does it, from the model folder's files. Knows no requests.
+
+``tokenizer.json`` holds the whole pipeline. ``tokenizer_config.json`` (and ``special_tokens_map.json``, where an older folder has
+one) names the special tokens, some of which the pipeline may not know yet. Truncation and padding that a folder may carry are
+for training and are switched off.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenizerError(Exception):
+    """The folder's files do not describe a tokenizer."""
+
+
+class Tokenizer:
+    """A model's tokenizer. Safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
+        self._backend = backend
+        self.special_tokens = dict(special_tokens)  # "bos_token" → "<s>", …: what a chat template sees by these names
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.is_byte_level = _is_byte_level(backend)
+        self._byte_of_char = _byte_level_alphabet()
+        self._anchor = backend.encode("a", add_special_tokens=False).ids
+        self._anchor_text = backend.decode(self._anchor)
+        self._bytes: dict[int, bytes] = {}  # filled as tokens are seen
+
+    @classmethod
+    def from_dir(cls, model_dir: Path) -> Tokenizer:
+        """Read a Hugging Face folder; raises `TokenizerError`."""
+        path = model_dir / "tokenizer.json"
+        if not path.exists():
+            raise TokenizerError(f"{path} is missing; only folders with a tokenizer.json are served")
+        text = path.read_text(encoding="utf-8")
+        try:
+            backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:
+            raise TokenizerError(f"{path} cannot be read: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        config = read_tokenizer_config(model_dir)
+        _add_declared_tokens(backend, config)
+        named = dict(_named_special_tokens(config))
+        # Text that spells a special token means that token, also where tokenizer.json has it as an ordinary one.
+        backend.add_special_tokens([_as_added_token(value, special=True) for value in named.values()])
+        return cls(backend, {name: _content(value) for name, value in named.items()})
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, added ones included; the model's matrix may have more rows."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of exactly this token."""
+        return self._backend.token_to_id(token)
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of the tokenizer's own end-of-sequence token."""
+        token = self.special_tokens.get("eos_token")
+        return None if token is None else self.token_id(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; with ``add_special_tokens`` as the pipeline wraps it (a leading BOS, for many models)."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``. Ids without a token are skipped; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token, special or not, adds in the middle of a text; empty for an id without a token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._find_token_bytes(token_id)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """One token as a string of its own: its text, or ``bytes:\\x…`` where its bytes are a part of a character."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _find_token_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.is_byte_level:
+            if all(char in self._byte_of_char for char in token):
+                return bytes(self._byte_of_char[char] for char in token)
+            return token.encode()
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        # Decoders of the SentencePiece kind treat the first token of a text differently: look at it behind another one.
+        text = self._backend.decode([*self._anchor, token_id], skip_special_tokens=False)
+        return text.removeprefix(self._anchor_text).encode()
+
+
+def read_tokenizer_config(model_dir: Path) -> dict[str, object]:
+    """``tokenizer_config.json`` with an older folder's ``special_tokens_map.json`` laid over it; empty if there is neither."""
+    config = _read_object(model_dir / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _read_object(model_dir / "special_tokens_map.json")
+    return config
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    if not path.exists():
+        return {}
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise TokenizerError(f"{path} does not hold an object")
+    return raw
+
+
+def _named_special_tokens(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in config.items():
+        if name.endswith("_token") and (isinstance(value, str) or (isinstance(value, dict) and "content" in value)):
+            yield name, value
+
+
+def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, object]) -> None:
+    """Tokens that tokenizer_config.json declares and tokenizer.json lacks, in the order of their ids."""
+    declared = config.get("added_tokens_decoder")
+    if not isinstance(declared, dict):
+        return
+    known = backend.get_added_tokens_decoder()
+    for token_id, value in sorted(declared.items(), key=lambda entry: int(entry[0])):
+        if int(token_id) not in known and isinstance(value, dict):
+            backend.add_tokens([_as_added_token(value, special=bool(value.get("special")))])
+
+
+def _content(value: object) -> str:
+    return str(value["content"]) if isinstance(value, dict) else str(value)
+
+
+def _as_added_token(value: object, *, special: bool) -> tokenizers.AddedToken:
+    flags = value if isinstance(value, dict) else {"normalized": False}
+    return tokenizers.AddedToken(
+        _content(value),
+        single_word=bool(flags.get("single_word", False)),
+        lstrip=bool(flags.get("lstrip", False)),
+        rstrip=bool(flags.get("rstrip", False)),
+        normalized=bool(flags.get("normalized", not special)),
+        special=special,
+    )
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    decoder = json.loads(backend.to_str())["decoder"] or {}
+    parts = decoder.get("decoders", [decoder])
+    return [part.get("type") for part in parts] == ["ByteLevel"]
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: Latin-1's visible characters stand for themselves, the rest follow U+0100."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in visible}
+    hidden = (byte for byte in range(0x100) if byte not in set(visible))
+    alphabet.update({chr(0x100 + place): byte for place, byte in enumerate(hidden)})
+    return alphabet

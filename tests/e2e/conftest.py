@@ -1,0 +1,221 @@
+"""A tiny random base with a tokenizer, PEFT adapters for it, and a real `graftwork serve` on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+START_S = 90.0
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer: one token a byte, and the chat's special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2, **{c: i + 3 for i, c in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", additional_special_tokens=["<|endoftext|>"]
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "tiny-base"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=272,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.15,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_adapter(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    root = tmp_path_factory.mktemp("adapters")
+
+    def make(name: str, seed: int, **config: Any) -> Path:
+        folder = root / name
+        if not folder.exists():
+            torch.manual_seed(1000 + seed)
+            settings = {"r": 8, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
+            base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+            get_peft_model(base, LoraConfig(**settings, init_lora_weights=False)).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Server:
+    """One `graftwork serve` process, its admin API and its command line."""
+
+    model: Path
+    data_dir: Path
+    log: Path
+    arguments: list[str] = field(default_factory=list)
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [
+            *(sys.executable, "-m", "graftwork_platform.cli", "serve", "--model", str(self.model)),
+            *("--data-dir", str(self.data_dir), "--port", str(self.port), "--kv-memory", str(64 << 20)),
+            *("--adapter-page", str(64 << 10), *self.arguments),
+        ]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx2.HTTPError):
+                if httpx2.get(f"{self.url}/readyz", timeout=5).status_code == 200:
+                    return
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        code = self.process.wait(30)
+        self.process = None
+        return code
+
+    @property
+    def admin_key(self) -> str:
+        return (self.data_dir / "admin.key").read_text().strip()
+
+    def cli(self, *arguments: str, check: bool = True) -> Any:
+        command = [sys.executable, "-m", "graftwork_platform.cli", *arguments, "--json"]
+        environment = {**os.environ, "GRAFTWORK_URL": self.url, "GRAFTWORK_ADMIN_KEY": self.admin_key}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+        if check and done.returncode != 0:
+            raise AssertionError(f"{arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return json.loads(done.stdout)
+
+    def tenant_with(self, tenant: str, adapters: dict[str, Path], default: str | None = None) -> str:
+        """Make a tenant, push its adapters, and return a key of it."""
+        self.cli("tenants", "create", tenant)
+        for name, folder in adapters.items():
+            self.cli("adapters", "push", str(folder), "--tenant", tenant, "--name", name)
+        return str(self.cli("keys", "create", "--tenant", tenant, *(("--adapter", default) if default else ()))["key"])
+
+    def client(self, key: str, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, _strict_response_validation=True, **options
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics by its full name."""
+        lines = httpx2.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line and not line.startswith("#")}
+
+    def process_ids(self, module: str) -> list[int]:
+        """Ids of this server's children that run ``module``."""
+        assert self.process is not None
+        found = []
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                command = (folder / "cmdline").read_bytes().split(b"\0")
+                parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                if module.encode() in command and parent == self.process.pid:
+                    found.append(int(folder.name))
+        return found
+
+
+@pytest.fixture(scope="session")
+def start_server(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def start(*arguments: str, data_dir: Path | None = None, model: Path | None = None) -> Server:
+        folder = tmp_path_factory.mktemp("server")
+        server = Server(model or tiny_base, data_dir or folder / "data", folder / "log.txt", list(arguments))
+        started.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in started:
+        if server.process is not None:
+            server.stop()
+
+
+def reference_tokens(base: Path, adapter: Path | None, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens by transformers and PEFT in fp32, end-of-sequence ignored."""
+    from peft import PeftModel
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(count):
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+    return [int(token) for token in ids[0, len(prompt) :]]
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_base: Path) -> Callable[[Path | None, list[int], int], list[int]]:
+    """Greedy tokens by PEFT itself, remembered."""
+    known: dict[tuple[Path | None, tuple[int, ...], int], list[int]] = {}
+
+    def tokens(adapter: Path | None, prompt: list[int], count: int) -> list[int]:
+        key = (adapter, tuple(prompt), count)
+        if key not in known:
+            known[key] = reference_tokens(tiny_base, adapter, prompt, count)
+        return known[key]
+
+    return tokens

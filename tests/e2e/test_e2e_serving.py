@@ -1,0 +1,359 @@
+"""The whole product on a tiny base, in fp32, through the official OpenAI client and the command line."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = [40, 41, 42, 43, 44, 45]
+
+
+@pytest.fixture(scope="module")
+def adapters(make_adapter: Callable[..., Path]) -> dict[str, Path]:
+    return {
+        "plain": make_adapter("plain", 1, r=4, lora_alpha=16),
+        "stable": make_adapter("stable", 2, r=8, use_rslora=True),
+        "keys-only": make_adapter("keys-only", 3, r=5, lora_alpha=60, target_modules=["k_proj", "v_proj"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Any]) -> Any:
+    return start_server("--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def key(server: Any, adapters: dict[str, Path]) -> str:
+    return str(server.tenant_with("acme", adapters, default="plain"))
+
+
+@pytest.fixture(scope="module")
+def foreign_key(server: Any, make_adapter: Callable[..., Path]) -> str:
+    return str(server.tenant_with("globex", {"secret-sauce": make_adapter("secret", 9)}))
+
+
+def complete(client: openai.OpenAI, model: str, prompt: list[int], count: int) -> list[int]:
+    answer = client.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=count,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    return list(answer.choices[0].model_extra["token_ids"])  # type: ignore[index]
+
+
+def test_every_model_answers_as_peft_does(
+    server: Any, key: str, tiny_base: Path, adapters: dict[str, Path], reference: Any
+) -> None:
+    client = server.client(key)
+    base = complete(client, tiny_base.name, PROMPT, 24)
+    assert base == reference(None, PROMPT, 24)
+    for name, folder in adapters.items():
+        tokens = complete(client, name, PROMPT, 24)
+        assert tokens == reference(folder, PROMPT, 24), name
+        assert tokens != base, f"{name} changes nothing"
+        assert complete(client, f"{name}@v1", PROMPT, 24) == tokens
+    assert complete(client, "default", PROMPT, 24) == reference(adapters["plain"], PROMPT, 24)
+
+
+def test_models_are_listed_base_first(server: Any, key: str, tiny_base: Path) -> None:
+    client = server.client(key)
+    names = [model.id for model in client.models.list()]
+    assert names[0] == tiny_base.name
+    assert set(names[1:]) == {"plain", "stable", "keys-only"}
+    assert client.models.retrieve("plain").id == "plain"
+
+
+def test_chat_streams_with_usage(server: Any, key: str) -> None:
+    client = server.client(key)
+    chunks = list(
+        client.chat.completions.create(
+            model="stable",
+            messages=[{"role": "user", "content": "Hello"}],
+            max_tokens=12,
+            temperature=0.7,
+            seed=7,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    whole = client.chat.completions.create(
+        model="stable",
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=12,
+        temperature=0.7,
+        seed=7,
+        extra_body={"ignore_eos": True},
+    )
+    assert whole.choices[0].message.content == text, "the same seed draws the same text, streamed or not"
+
+
+def test_unknown_foreign_and_deleted_models_are_the_same_404(
+    server: Any, key: str, foreign_key: str, make_adapter: Callable[..., Path]
+) -> None:
+    client = server.client(key)
+    server.cli("adapters", "push", str(make_adapter("gone", 20)), "--tenant", "acme", "--name", "gone")
+    assert len(complete(client, "gone", PROMPT, 2)) == 2
+    server.cli("adapters", "delete", "gone", "--tenant", "acme")
+    texts = []
+    for model in ("never-was", "secret-sauce", "gone"):
+        with pytest.raises(openai.NotFoundError) as raised:
+            complete(client, model, PROMPT, 2)
+        assert raised.value.code == "model_not_found"
+        texts.append(str(raised.value.message).replace(model, "MODEL"))
+    assert len(set(texts)) == 1
+    assert len(complete(server.client(foreign_key), "secret-sauce", PROMPT, 2)) == 2
+
+
+def test_keys_wrong_missing_and_revoked(server: Any, key: str) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        complete(server.client("gw-wrong"), "plain", PROMPT, 2)
+    bare = httpx2.post(f"{server.url}/v1/completions", content=b"{not json")
+    assert bare.status_code == 401
+    assert bare.json()["error"]["code"] == "invalid_api_key"
+    made = server.cli("keys", "create", "--tenant", "acme", "--adapter", "stable")
+    client = server.client(made["key"])
+    assert len(complete(client, "default", PROMPT, 2)) == 2
+    server.cli("keys", "revoke", made["id"], "--tenant", "acme")
+    with pytest.raises(openai.AuthenticationError):
+        complete(client, "default", PROMPT, 2)
+
+
+def test_prompt_beyond_the_limit_names_both_numbers(server: Any, key: str) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        complete(server.client(key), "plain", [50] * 2000, 4)
+    assert raised.value.code == "context_length_exceeded"
+    assert "2000" in raised.value.message
+    assert "1024" in raised.value.message
+
+
+def test_vanished_blob_is_503_and_the_rest_goes_on(server: Any, key: str, make_adapter: Callable[..., Path]) -> None:
+    pushed = server.cli("adapters", "push", str(make_adapter("vanishing", 30)), "--tenant", "acme", "--name", "vanishing")
+    for path in (server.data_dir / "objects").rglob("*"):
+        if path.is_file() and (pushed["digest"] in str(path)):
+            path.unlink()
+    packed = [p for p in (server.data_dir / "objects" / "packed").rglob("*") if p.is_file()]
+    newest = max(packed, key=lambda p: p.stat().st_mtime)
+    newest.unlink()
+    client = server.client(key)
+    with pytest.raises(openai.InternalServerError) as raised:
+        complete(client, "vanishing", PROMPT, 2)
+    assert raised.value.status_code == 503
+    assert "vanishing" in str(raised.value.message)
+    assert len(complete(client, "plain", PROMPT, 2)) == 2
+
+
+def test_missing_packed_form_is_rebuilt(server: Any, key: str, make_adapter: Callable[..., Path], reference: Any) -> None:
+    folder = make_adapter("rebuilt", 31)
+    server.cli("adapters", "push", str(folder), "--tenant", "acme", "--name", "rebuilt")
+    packed = [p for p in (server.data_dir / "objects" / "packed").rglob("*") if p.is_file()]
+    max(packed, key=lambda p: p.stat().st_mtime).unlink()
+    assert complete(server.client(key), "rebuilt", PROMPT, 8) == reference(folder, PROMPT, 8)
+
+
+def test_broken_upload_is_refused_with_every_finding(
+    server: Any, key: str, make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    good = make_adapter("good-for-breaking", 32)
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "adapter_config.json").write_text(
+        (good / "adapter_config.json").read_text().replace('"use_dora": false', '"use_dora": true')
+    )
+    data = (good / "adapter_model.safetensors").read_bytes()
+    (bad / "adapter_model.safetensors").write_bytes(data[:-64])
+    answer = server.cli("adapters", "push", str(bad), "--tenant", "acme", "--name", "bad", check=False)
+    assert answer["state"] == "failed"
+    failed = [finding for finding in answer["report"] if finding["result"] == "fail"]
+    assert any("use_dora" in str(finding["field"]) for finding in failed)
+    assert len(failed) >= 2
+    assert len(complete(server.client(key), "plain", PROMPT, 2)) == 2
+
+
+def test_stream_survives_a_kill_of_the_engine(server: Any, key: str, adapters: dict[str, Path], reference: Any) -> None:
+    client = server.client(key)
+    expected = reference(adapters["stable"], PROMPT, 300)
+    [engine] = server.process_ids("graftwork_engine.process")
+    tokens: list[int] = []
+    stream = client.completions.create(
+        model="stable",
+        prompt=PROMPT,
+        max_tokens=300,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    killed = False
+    for chunk in stream:
+        tokens += (chunk.choices[0].model_extra or {}).get("token_ids") or []
+        if len(tokens) >= 20 and not killed:
+            os.kill(engine, signal.SIGKILL)
+            killed = True
+    assert killed
+    assert tokens == expected
+    server.wait_ready()
+
+
+def test_disconnect_frees_the_engine(server: Any, key: str) -> None:
+    body = {"model": "plain", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+    headers = {"Authorization": f"Bearer {key}"}
+    with (
+        httpx2.Client(timeout=60) as client,
+        client.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, headers=headers) as response,
+    ):
+        next(response.iter_lines())
+    with pytest.raises(httpx2.TimeoutException):
+        httpx2.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=0.3)
+    wait_until_idle(server)
+    rows = usage_rows(server, "acme")
+    assert sum(row["status"] == "aborted" for row in rows) >= 2
+
+
+def usage_rows(server: Any, tenant: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    after: str | None = None
+    while True:
+        parameters = {"tenant": tenant, "limit": "100", **({"after": after} if after else {})}
+        page = httpx2.get(
+            f"{server.url}/admin/v1/usage", params=parameters, headers={"Authorization": f"Bearer {server.admin_key}"}
+        ).json()
+        rows += page["data"]
+        if not page["has_more"]:
+            return rows
+        after = page["last_id"]
+
+
+def wait_until_idle(server: Any, timeout_s: float = 20.0) -> dict[str, float]:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        metrics: dict[str, float] = server.metrics()
+        busy = [
+            v
+            for name, v in metrics.items()
+            if name.startswith(("graftwork_engine_requests_running", "graftwork_engine_requests_waiting"))
+        ]
+        if busy and not any(busy):
+            return metrics
+        assert time.monotonic() < deadline, metrics
+        time.sleep(0.2)
+
+
+def test_usage_is_what_the_client_received(server: Any, foreign_key: str, tiny_base: Path) -> None:
+    client = server.client(foreign_key)
+    before = len(usage_rows(server, "globex"))
+    answers = [
+        client.completions.create(model=model, prompt=PROMPT, max_tokens=count, temperature=0, extra_body={"ignore_eos": True})
+        for model, count in ((tiny_base.name, 3), ("secret-sauce", 5))
+    ]
+    rows = usage_rows(server, "globex")[before:] if before else usage_rows(server, "globex")
+    assert len(rows) == 2
+    assert sorted(row["output_tokens"] for row in rows) == sorted(a.usage.completion_tokens for a in answers if a.usage)
+    assert {row["prompt_tokens"] for row in rows} == {len(PROMPT)}
+
+
+def test_32_streams_over_32_adapters_with_memory_for_8(
+    start_server: Callable[..., Any], make_adapter: Callable[..., Path], reference: Any
+) -> None:
+    folders = {f"a{i}": make_adapter(f"many-{i}", 100 + i, r=(4, 8, 16, 5)[i % 4]) for i in range(32)}
+    # Ranks 4, 8, 16 and 5 of this base take 1, 2, 3 and 1 pages: 14 pages hold eight of them.
+    server = start_server("--dtype", "float32", "--adapter-memory", str(14 * 64 * 1024))
+    key = server.tenant_with("many", folders)
+    client = server.client(key)
+    names = list(folders)
+    complete(client, server.model.name, PROMPT, 2)
+    alone = {name: complete(client, name, [60 + i, *PROMPT], 40) for i, name in enumerate(names)}
+    for i, name in enumerate(names[:4]):
+        assert alone[name] == reference(folders[name], [60 + i, *PROMPT], 40)
+    assert len({tuple(tokens) for tokens in alone.values()}) > 16, "the adapters differ"
+    before = wait_until_idle(server)
+    [engine] = server.process_ids("graftwork_engine.process")
+    [api] = server.process_ids("graftwork_platform.serve.api_process")
+    files_before = {pid: len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in (engine, api)}
+    barrier = threading.Barrier(len(names))
+
+    def stream(i: int, name: str) -> list[int]:
+        barrier.wait()
+        return complete(client, name, [60 + i, *PROMPT], 40)
+
+    with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
+        together = dict(zip(names, pool.map(stream, range(len(names)), names), strict=True))
+    assert together == alone
+    after = wait_until_idle(server)
+    client.close()
+    time.sleep(1.2)
+    after = wait_until_idle(server)
+    for metrics in (before, after):
+        assert metrics["graftwork_engine_adapter_device_references"] == 0
+        assert metrics["graftwork_engine_adapter_holds"] == 0
+    free = ("graftwork_engine_kv_blocks_free", "graftwork_engine_kv_blocks_cached")
+    assert sum(after[name] for name in free) == sum(before[name] for name in free) == after["graftwork_engine_kv_blocks_total"]
+    assert after["graftwork_engine_adapter_device_evictions_total"] > before["graftwork_engine_adapter_device_evictions_total"]
+    for pid, count in files_before.items():
+        assert len(list(Path(f"/proc/{pid}/fd").iterdir())) <= count
+
+
+def test_stop_and_second_start_keep_all_data(start_server: Callable[..., Any], make_adapter: Callable[..., Path]) -> None:
+    server = start_server("--dtype", "float32")
+    key = server.tenant_with("keeper", {"kept": make_adapter("kept", 40)})
+    tokens = complete(server.client(key), "kept", PROMPT, 8)
+    mode = stat.S_IMODE((server.data_dir / "admin.key").stat().st_mode)
+    assert mode == 0o600
+    assert server.stop() == 0
+    began = time.monotonic()
+    server.start()
+    assert time.monotonic() - began < 15
+    assert complete(server.client(key), "kept", PROMPT, 8) == tokens
+    assert key not in server.log.read_text()
+    assert server.admin_key not in server.log.read_text()
+
+
+def test_second_server_on_the_same_data_is_refused(server: Any, tiny_base: Path) -> None:
+    import subprocess
+    import sys
+
+    command = [
+        sys.executable,
+        "-m",
+        "graftwork_platform.cli",
+        "serve",
+        "--model",
+        str(tiny_base),
+        "--data-dir",
+        str(server.data_dir),
+    ]
+    done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "in use" in done.stderr + done.stdout
+
+
+def test_children_die_with_the_supervisor(start_server: Callable[..., Any]) -> None:
+    server = start_server("--dtype", "float32")
+    children = server.process_ids("graftwork_engine.process") + server.process_ids("graftwork_platform.serve.api_process")
+    assert len(children) == 2
+    assert server.process is not None
+    server.process.kill()
+    server.process.wait()
+    server.process = None
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

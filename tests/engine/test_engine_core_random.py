@@ -1,0 +1,165 @@
+"""The whole core under random use: whatever is added, aborted, delayed or fails, output is exact and everything comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scripted_engine import Bench, ScriptedGate, solo_output
+
+from graftwork_engine.request import RequestStatus
+from graftwork_engine.sched.plan import AdapterFailure
+
+BROKEN = AdapterFailure("adapter_corrupt", "its bytes are not what its key says")
+ADAPTERS = ("p", "q", "r", "broken")
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """The scripted runner compares every block it reads with the reader's own history, so a wrong prefix hit cannot pass."""
+
+    @initialize(
+        num_blocks=st.integers(4, 12),
+        block_size=st.integers(1, 3),
+        budget=st.integers(1, 9),
+        num_seqs=st.integers(1, 4),
+        chunk=st.sampled_from([None, 1, 2]),
+        num_places=st.integers(1, 3),
+        delays=st.lists(st.integers(0, 4), min_size=4, max_size=4),
+        caching=st.booleans(),
+    )
+    def build(
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        num_seqs: int,
+        chunk: int | None,
+        num_places: int,
+        delays: list[int],
+        caching: bool,
+    ) -> None:
+        gate = ScriptedGate(num_places, dict(zip(ADAPTERS, delays, strict=True)), {"broken": BROKEN})
+        self.bench = Bench(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            budget=budget,
+            num_seqs=num_seqs,
+            chunk=chunk,
+            caching=caching,
+            gate=gate,
+        )
+        self.capacity = num_blocks * block_size
+        self.aborted: set[str] = set()
+        self.told: list[str] = []
+        self.bench.core.on_running = self.told.extend
+
+    @rule(
+        data=st.data(),
+        flow=st.sampled_from("tu"),
+        adapter=st.sampled_from([None, None, *ADAPTERS]),
+        adapter_start=st.integers(0, 3),
+        max_tokens=st.integers(1, 6),
+        resumed=st.integers(0, 6),
+        wants_prompt=st.booleans(),
+        time_limit=st.sampled_from([None, None, 3.0]),
+        stops=st.booleans(),
+    )
+    def add(
+        self,
+        data: st.DataObject,
+        flow: str,
+        adapter: str | None,
+        adapter_start: int,
+        max_tokens: int,
+        resumed: int,
+        wants_prompt: bool,
+        time_limit: float | None,
+        stops: bool,
+    ) -> None:
+        max_tokens = min(max_tokens, self.capacity - 1)
+        length = data.draw(st.integers(1, min(8, self.capacity - max_tokens)))
+        prompt = [0] * length
+        prompt[-1] = data.draw(st.integers(0, 1))  # prompts that are mostly alike, so that prefixes are found
+        stop = tuple(range(0, 50, 7)) if stops else ()
+        name = f"r{len(self.bench.requests)}"
+        what: dict[str, Any] = {"adapter": adapter, "adapter_start": adapter_start, "flow": flow, "stop": stop}
+        solo = solo_output(Bench(num_blocks=99).add(name, prompt, max_tokens, **what))
+        self.bench.add(
+            name,
+            prompt,
+            max_tokens,
+            **what,
+            output=solo[:resumed] if resumed > 3 else [],
+            time_limit=time_limit,
+            prompt_logprobs=0 if wants_prompt else None,
+        )
+
+    @precondition(lambda self: self.bench.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.bench.requests)))
+        count = self.bench.core.abort(name)
+        if count is not None:
+            self.aborted.add(name)
+            assert count == self.bench.requests[name].num_output_tokens
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.bench.step()
+
+    @rule()
+    def fail_a_step(self) -> None:
+        self.bench.runner.fail_next = True
+        try:
+            self.bench.step()
+        except RuntimeError:
+            assert self.bench.core.check_integrity() == []
+        self.bench.runner.fail_next = False
+
+    @rule()
+    def let_time_pass(self) -> None:
+        self.bench.now += 1
+
+    @invariant()
+    def plans_keep_the_limits(self) -> None:
+        for plan in self.bench.runner.plans[-4:]:
+            assert 0 < plan.num_tokens <= self.bench.limits.max_num_batched_tokens
+            assert len(plan.scheduled) <= self.bench.limits.max_num_seqs
+            assert len({s.request.request_id for s in plan.scheduled}) == len(plan.scheduled)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        self.bench.run(max_steps=3000)
+        for name, request in self.bench.requests.items():
+            assert request.status is RequestStatus.FINISHED
+            self._check_ending(name)
+        assert len(self.told) == len(set(self.told)), "a request runs for the first time once"
+        assert {s.request.request_id for plan in self.bench.runner.plans for s in plan.scheduled} == set(self.told)
+
+    def _check_ending(self, name: str) -> None:
+        request, items = self.bench.requests[name], self.bench.items[name]
+        output, finish = self.bench.output(name), self.bench.finish(name)
+        solo = solo_output(request)
+        assert output == solo[: len(output)]
+        if name in self.aborted:
+            assert finish is None
+        elif finish == "error":
+            error = items[-1].error
+            assert error is not None
+            assert error.code in ("timeout", BROKEN.code)
+            assert (error.code == BROKEN.code) <= (request.adapter_key == "broken")
+        else:
+            assert output == solo
+            assert finish == ("stop" if solo[-1] in request.sampling.stop_token_ids else "length")
+            sent = [item.prompt_logprobs for item in items if item.prompt_logprobs is not None]
+            wanted = request.sampling.prompt_logprobs is not None and not request.num_resumed_tokens
+            assert [len(logprobs) for logprobs in sent] == ([len(request.prompt_ids)] if wanted else [])
+        assert all(item.cached_tokens == 0 for item in items[1:])
+
+
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,121 @@
+"""An adapter memory filled by hand, with the dense matrices that its rows stand for beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from graftwork_kernels.layout import NUM_SITE_FIELDS, QUANTISED_ROW_HEAD, ROW_ALIGNMENT, AdapterMemory, RowType, SiteField
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_single_threaded() -> Iterator[None]:
+    """Bitwise comparisons mean something only for a fixed number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def encode_row(row: Tensor, row_type: RowType) -> tuple[Tensor, Tensor]:
+    """The bytes of one row (uint8) and the fp32 values they stand for."""
+    if row_type is RowType.FP32:
+        return row.view(torch.uint8), row
+    if row_type is RowType.BF16:
+        stored = row.to(torch.bfloat16)
+        return stored.view(torch.uint8), stored.to(torch.float32)
+    if row_type is RowType.INT8:
+        scale = row.abs().max() / 127
+        stored = (row / scale).round().to(torch.int8)
+    else:
+        scale = row.abs().max() / 448
+        stored = (row / scale).to(torch.float8_e4m3fn)
+    head = torch.zeros(QUANTISED_ROW_HEAD, dtype=torch.uint8)
+    head[:4] = scale.reshape(1).view(torch.uint8)
+    return torch.cat((head, stored.view(torch.uint8))), stored.to(torch.float32) * scale
+
+
+@dataclass
+class DenseSite:
+    """What a site record means: A [r, in], Bᵀ [r, out], and the output scale and replacement bias where there are any."""
+
+    a: Tensor
+    b: Tensor
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass
+class MemoryBuilder:
+    """Collects sites, then lays their rows out back to back, or scattered over the pool with rubbish between them."""
+
+    num_sites: int
+    dense: dict[tuple[int, int], DenseSite] = field(default_factory=dict)
+    _rows: list[Tensor] = field(default_factory=list)
+    _records: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def add(
+        self,
+        adapter: int,
+        site: int,
+        *,
+        rank: int,
+        size: tuple[int, int],
+        row_type: RowType = RowType.FP32,
+        has_scale: bool = False,
+        has_bias: bool = False,
+    ) -> DenseSite:
+        """Give ``adapter`` a random delta of ``rank`` at ``site``, a projection of ``size`` (in, out)."""
+        num_in, num_out = size
+        record = [-1] * NUM_SITE_FIELDS
+        record[SiteField.RANK] = rank
+        if rank:
+            record[SiteField.ROW_TYPE] = row_type
+        dense = DenseSite(torch.zeros(rank, num_in), torch.zeros(rank, num_out))
+        for first_row, matrix in ((SiteField.A_ROW, dense.a), (SiteField.B_ROW, dense.b)):
+            if rank:
+                record[first_row] = len(self._rows)
+            for row in matrix:
+                raw, row[:] = encode_row(torch.randn(row.numel()) / 4, row_type)
+                self._rows.append(raw)
+        if has_scale:
+            dense.scale = torch.rand(num_out) + 0.5
+            record[SiteField.SCALE_ROW] = self._append_vector(dense.scale)
+        if has_bias:
+            dense.bias = torch.randn(num_out)
+            record[SiteField.BIAS_ROW] = self._append_vector(dense.bias)
+        self.dense[adapter, site] = dense
+        self._records[adapter, site] = record
+        return dense
+
+    def build(self, *, scattered: bool = False) -> AdapterMemory:
+        num_units = [-(-row.numel() // ROW_ALIGNMENT) for row in self._rows]
+        gap = 2 if scattered else 0
+        order = torch.randperm(len(self._rows)).tolist() if scattered else range(len(self._rows))
+        pool = torch.randint(0, 256, ((sum(num_units) + gap * len(self._rows) + 1) * ROW_ALIGNMENT,), dtype=torch.uint8)
+        row_offset = torch.zeros(len(self._rows), dtype=torch.int64)
+        position = gap * ROW_ALIGNMENT
+        for row in order:
+            row_offset[row] = position
+            pool[position : position + self._rows[row].numel()] = self._rows[row]
+            position += (num_units[row] + gap) * ROW_ALIGNMENT
+        num_adapters = 1 + max((adapter for adapter, _ in self._records), default=-1)
+        sites = torch.full((num_adapters, self.num_sites, NUM_SITE_FIELDS), -1, dtype=torch.int64)
+        sites[:, :, SiteField.RANK] = 0
+        for (adapter, site), record in self._records.items():
+            sites[adapter, site] = torch.tensor(record)
+        return AdapterMemory(pool, row_offset, sites)
+
+    def _append_vector(self, vector: Tensor) -> int:
+        self._rows.append(vector.view(torch.uint8))
+        return len(self._rows) - 1
+
+
+@pytest.fixture
+def memory_builder() -> type[MemoryBuilder]:
+    return MemoryBuilder

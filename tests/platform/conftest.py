@@ -1,0 +1,177 @@
+"""An API process's parts on a fresh data directory, with a publishing step that a test can steer, and the admin API over them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from graftwork_adapters.base_spec import BaseSpec
+from graftwork_adapters.folder_store import FolderStore
+from graftwork_adapters.keys import AdapterDigest, packed_key
+from graftwork_adapters.publish_job import PublishJob, PublishResult
+from graftwork_adapters.report import Report
+from graftwork_migrations import runner
+from graftwork_platform.admin.routes import admin_router
+from graftwork_platform.context import Services, build_services, running
+from graftwork_platform.errors import install_error_handlers
+from graftwork_platform.settings import PublishLimits, Settings, UploadLimits
+
+BASE_NAME = "tiny-base"
+
+
+@dataclass
+class SteeredPublish:
+    """Stands in for the publishing subprocess: an upload's digest is the hash of its weights, and ``fail`` refuses it."""
+
+    fail: str | None = None
+    error: Exception | None = None
+    blocked: bool = False
+    jobs: list[PublishJob] = field(default_factory=list)
+
+    async def __call__(self, job: PublishJob, *, timeout_s: float, memory_bytes: int) -> PublishResult:
+        self.jobs.append(job)
+        while self.blocked:
+            await asyncio.sleep(0.005)
+        if self.error is not None:
+            raise self.error
+        report = Report()
+        if self.fail is not None:
+            report.fail("config", "r", self.fail, "train it again")
+            return PublishResult(ok=False, report=report)
+        digest = AdapterDigest(hashlib.sha256((job.upload_dir / "adapter_model.safetensors").read_bytes()).hexdigest())
+        if job.expected_digest not in (None, digest):
+            report.fail("digest", None, "the content is another one")
+            return PublishResult(ok=False, report=report)
+        key = packed_key(digest, job.spec.base_id, job.row_type)
+        job.out_path.write_bytes(b"packed " + digest.encode())
+        report.passed("tensors", "applied 2 of 2 tensors")
+        files = tuple(sorted(p.relative_to(job.upload_dir).as_posix() for p in job.upload_dir.rglob("*") if p.is_file()))
+        return PublishResult(ok=True, report=report, digest=digest, packed_key=key, files=files)
+
+
+@dataclass
+class Admin:
+    """A running admin API. ``call`` sends the admin key unless told otherwise."""
+
+    client: TestClient
+    services: Services
+    publish: SteeredPublish
+    key: str
+
+    def call(self, method: str, path: str, *, key: str | None = "", **options: Any) -> Any:
+        headers = {} if key is None else {"authorization": f"Bearer {key or self.key}"}
+        return self.client.request(method, f"/admin/v1{path}", headers=headers, **options)
+
+    def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Await ``work(*arguments)`` in the server's own loop."""
+        assert self.client.portal is not None
+        return self.client.portal.call(work, *arguments)
+
+    def tenant(self, name: str = "acme") -> str:
+        return str(self.call("POST", "/tenants", json={"name": name}).json()["id"])
+
+    def start_upload(self, tenant: str, files: dict[str, bytes], name: str = "support") -> Any:
+        promised = [{"path": p, "size": len(b), "sha256": hashlib.sha256(b).hexdigest()} for p, b in files.items()]
+        return self.call("POST", f"/tenants/{tenant}/uploads", json={"name": name, "files": promised})
+
+    def send_parts(self, tenant: str, upload: Any, files: dict[str, bytes]) -> None:
+        for part in upload["parts"]:
+            body = files[part["path"]][part["offset"] : part["offset"] + part["size"]]
+            path = f"/tenants/{tenant}/uploads/{upload['id']}/files/{part['path']}"
+            answer = self.call("PUT", path, params={"part": part["part"]}, content=body)
+            assert answer.status_code == 204, answer.text
+
+    def push(self, tenant: str, weights: bytes = b"weights", name: str = "support", **files: bytes) -> Any:
+        """Upload, complete and wait; the upload with its version."""
+        content = {"adapter_config.json": b"{}", "adapter_model.safetensors": weights, **files}
+        upload = self.start_upload(tenant, content, name).json()
+        self.send_parts(tenant, upload, content)
+        completed = self.call("POST", f"/tenants/{tenant}/uploads/{upload['id']}/complete")
+        assert completed.status_code in (200, 202), completed.text
+        return self.wait(tenant, upload["id"])
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for background work to make ``holds`` true."""
+        for _ in range(1000):
+            if holds():
+                return
+            self.run(asyncio.sleep, 0.005)
+        raise AssertionError("it never held")
+
+    def wait(self, tenant: str, upload_id: str) -> Any:
+        for _ in range(1000):
+            upload = self.call("GET", f"/tenants/{tenant}/uploads/{upload_id}").json()
+            if upload["state"] != "validating":
+                return upload
+            self.run(asyncio.sleep, 0.005)
+        raise AssertionError("no verdict")
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated database file, to be copied."""
+    path = tmp_path_factory.mktemp("database") / "graftwork.db"
+    runner.upgrade(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def bare_spec() -> BaseSpec:
+    """A base that has a name and nothing else."""
+    return BaseSpec(
+        base_id="b" * 64, name=BASE_NAME, architecture="LlamaForCausalLM", num_layers=0, sites=(), module_names=frozenset()
+    )
+
+
+@pytest.fixture
+def data_settings(tmp_path: Path, empty_database: Path) -> Settings:
+    """Settings on a fresh data directory with a migrated database."""
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(empty_database, data / "graftwork.db")
+    limits = UploadLimits(part_bytes=1024, max_bytes=1 << 20)
+    return Settings(data_dir=data, model_dir=tmp_path / BASE_NAME, upload=limits, publish=PublishLimits(timeout=60.0))
+
+
+@pytest.fixture
+def start_admin(data_settings: Settings, bare_spec: BaseSpec) -> Callable[..., AbstractContextManager[Admin]]:
+    """``start_admin(steer=…, spec=…, now=…, **settings)``: a running admin API on the test's data directory."""
+
+    @contextmanager
+    def start(
+        steer: Any = None, spec: BaseSpec = bare_spec, now: Callable[[], float] | None = None, **changes: Any
+    ) -> Iterator[Admin]:
+        steer = steer or SteeredPublish()
+        settings = replace(data_settings, **changes)
+        clock = {"now": now} if now else {}
+        services = build_services(settings, spec, FolderStore(settings.store_dir), run=steer, **clock)
+
+        @asynccontextmanager
+        async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+            async with running(services):
+                yield
+
+        app = FastAPI(lifespan=lifespan)
+        install_error_handlers(app)
+        app.include_router(admin_router(services))
+        with TestClient(app, raise_server_exceptions=False) as client:
+            yield Admin(client, services, steer, settings.admin_key_file.read_text().strip())
+
+    return start
+
+
+@pytest.fixture
+def admin(start_admin: Callable[..., AbstractContextManager[Admin]]) -> Iterator[Admin]:
+    """A running admin API."""
+    with start_admin() as started:
+        yield started

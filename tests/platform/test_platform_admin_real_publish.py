@@ -1,0 +1,96 @@
+"""A real PEFT adapter through the whole upload and the real publishing subprocess, and real damage refused by it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graftwork_adapters.base_spec import load_base_spec
+from graftwork_adapters.keys import AdapterDigest, packed_key, packed_path
+from graftwork_adapters.packed import read_packed
+from graftwork_adapters.publisher import run_publish
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+StartAdmin = Callable[..., AbstractContextManager[Any]]
+
+
+@pytest.fixture(scope="module")
+def real_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    folder = tmp_path_factory.mktemp("model") / "real-base"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def real_adapter(real_base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Files of an adapter of rank 4 on q and v, with a B that is not zero."""
+    model = LlamaForCausalLM.from_pretrained(real_base)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    folder = tmp_path_factory.mktemp("adapter")
+    get_peft_model(model, config).save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith("adapter_")}
+
+
+@pytest.fixture
+def real(start_admin: StartAdmin, real_base: Path, tmp_path: Path) -> Iterator[Any]:
+    spec = load_base_spec(real_base, tmp_path / "base-id")
+    with start_admin(steer=run_publish, spec=spec, model_dir=real_base) as admin:
+        yield admin
+
+
+def push(admin: Any, tenant: str, files: dict[str, bytes]) -> Any:
+    upload = admin.start_upload(tenant, files).json()
+    admin.send_parts(tenant, upload, files)
+    assert admin.call("POST", f"/tenants/{tenant}/uploads/{upload['id']}/complete").status_code in (200, 202)
+    return admin.wait(tenant, upload["id"])["version"]
+
+
+def test_a_real_adapter_is_published_and_its_packed_form_rebuilt(real: Any, real_adapter: dict[str, bytes], tmp_path: Path) -> None:
+    tenant = real.tenant()
+    version = push(real, tenant, real_adapter)
+    assert version["state"] == "ready", version["report"]
+    assert all(finding["result"] != "fail" for finding in version["report"])
+    key = packed_key(AdapterDigest(version["digest"]), real.services.spec.base_id, "bfloat16")
+    store = real.services.store
+    store.fetch(packed_path(key), tmp_path / "first")
+    index, _ = read_packed(tmp_path / "first", key)
+    assert {site.rank for site in index.sites} == {4}
+    store.delete(packed_path(key))
+    real.run(real.services.publisher.ensure_packed, AdapterDigest(version["digest"]))
+    store.fetch(packed_path(key), tmp_path / "second")
+    assert (tmp_path / "second").read_bytes() == (tmp_path / "first").read_bytes()
+
+
+def test_damage_is_refused_with_a_finding_and_the_server_goes_on(real: Any, real_adapter: dict[str, bytes], tmp_path: Path) -> None:
+    tenant = real.tenant()
+    weights, config = real_adapter["adapter_model.safetensors"], json.loads(real_adapter["adapter_config.json"])
+    poisoned = tmp_path / "poisoned.safetensors"
+    poisoned.write_bytes(weights)
+    tensors = load_file(poisoned)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, poisoned)
+    damaged = {
+        "no config": {"adapter_model.safetensors": weights},
+        "truncated": {**real_adapter, "adapter_model.safetensors": weights[:-10]},
+        "NaN": {**real_adapter, "adapter_model.safetensors": poisoned.read_bytes()},
+        "rank over the limit": {**real_adapter, "adapter_config.json": json.dumps({**config, "r": 512}).encode()},
+        "unserved": {**real_adapter, "adapter_config.json": json.dumps({**config, "peft_type": "LOHA"}).encode()},
+    }
+    for name, files in damaged.items():
+        version = push(real, tenant, files)
+        assert (name, version["state"], version["version"]) == (name, "failed", None)
+        failed = [finding for finding in version["report"] if finding["result"] == "fail"]
+        assert failed, name
+        assert all(finding["message"] for finding in failed)
+    assert push(real, tenant, real_adapter)["version"] == "v1"

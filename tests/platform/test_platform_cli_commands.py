@@ -1,0 +1,253 @@
+"""The command line against a real server on loopback: every command, as text and as JSON, and what it says when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Mount, Route
+from typer.testing import CliRunner
+
+from graftwork_adapters.report import Report
+from graftwork_platform.admin.client import AdminClient, CallFailed
+from graftwork_platform.cli import app
+from graftwork_platform.doctor import examine_data
+from graftwork_platform.serve.data_dir import locked
+from graftwork_platform.settings import ClientSettings, Settings, client_settings
+
+StartAdmin = Callable[..., AbstractContextManager[Any]]
+
+
+@contextmanager
+def serving(admin: Any) -> Iterator[str]:
+    """The application on a free port of loopback, on the loop where its services live; its URL."""
+    application = Starlette(routes=[Route("/readyz", lambda _: PlainTextResponse("ready")), Mount("/", admin.client.app)])
+    server = uvicorn.Server(uvicorn.Config(application, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    served = admin.client.portal.start_task_soon(server._serve)
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        served.result()
+
+
+@pytest.fixture
+def online(start_admin: StartAdmin) -> Iterator[Any]:
+    """A running server's command line: ``online.cli(…)`` and ``online.json(…)``."""
+    with start_admin() as admin, serving(admin) as url:
+        yield Terminal(admin, url)
+
+
+class Terminal:
+    """Runs commands with the environment of an operator."""
+
+    def __init__(self, admin: Any, url: str) -> None:
+        self.admin = admin
+        self.environment = {"GRAFTWORK_URL": url, "GRAFTWORK_ADMIN_KEY": admin.key, "COLUMNS": "250"}
+
+    def cli(self, *arguments: str, code: int = 0, **environment: str) -> Any:
+        done = CliRunner().invoke(app, arguments, env={**self.environment, **environment})
+        assert done.exit_code == code, (done.output, done.exception)
+        return done
+
+    def json(self, *arguments: str, code: int = 0, **environment: str) -> Any:
+        return json.loads(self.cli(*arguments, "--json", code=code, **environment).stdout)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What PEFT might have saved, and a hidden folder beside it."""
+    saved = tmp_path / "saved"
+    (saved / ".cache").mkdir(parents=True)
+    (saved / "adapter_config.json").write_text("{}")
+    (saved / "adapter_model.safetensors").write_bytes(bytes(3000))
+    (saved / ".cache" / "junk").write_text("junk")
+    (saved / "card").mkdir()
+    (saved / "card" / "read me.md").write_text("")
+    return saved
+
+
+def test_a_tenant_its_adapter_and_its_key(online: Any, folder: Path) -> None:
+    tenant = online.json("tenants", "create", "acme")
+    assert [t["name"] for t in online.json("tenants", "list")["data"]] == ["acme"]
+    pushed = online.json("adapters", "push", str(folder), "--tenant", "acme", "--name", "support")
+    assert (pushed["version"], pushed["state"], len(pushed["digest"])) == ("v1", "ready", 64)
+    assert pushed["report"][0]["result"] == "pass"
+    assert online.json("adapters", "push", str(folder), "--tenant", tenant["id"], "--name", "support")["version"] == "v1"
+    key = online.json("keys", "create", "--tenant", "acme", "--adapter", "support")
+    caller = online.admin.services.keyring.authenticate(f"Bearer {key['key']}")
+    assert caller.default_adapter_id is not None
+    assert [k["id"] for k in online.json("keys", "list", "--tenant", "acme")["data"]] == [key["id"]]
+    assert online.json("keys", "revoke", key["id"], "--tenant", "acme")["revoked_at"] is not None
+    assert [a["name"] for a in online.json("adapters", "list", "--tenant", "acme")["data"]] == ["support"]
+    assert online.json("adapters", "delete", "support", "--tenant", "acme")["deleted"] is True
+    assert online.json("adapters", "list", "--tenant", "acme")["data"] == []
+
+
+def test_the_same_for_people(online: Any, folder: Path) -> None:
+    assert "acme is tn_" in online.cli("tenants", "create", "acme").stdout
+    assert "acme" in online.cli("tenants", "list").stdout
+    pushed = online.cli("adapters", "push", str(folder), "--tenant", "acme", "--name", "support").stdout
+    assert "applied 2 of 2 tensors" in pushed
+    assert "support@v1 is ready." in pushed
+    key = online.cli("keys", "create", "--tenant", "acme").stdout.splitlines()[0]
+    online.admin.services.keyring.authenticate(f"Bearer {key}")
+    listed = online.cli("keys", "list", "--tenant", "acme").stdout
+    assert key not in listed
+    assert key.split("-")[1] in listed
+    assert "support" in online.cli("adapters", "list", "--tenant", "acme").stdout
+    key_id = online.json("keys", "list", "--tenant", "acme")["data"][0]["id"]
+    assert "revoked" in online.cli("keys", "revoke", key_id, "--tenant", "acme").stdout
+    assert "deleted" in online.cli("adapters", "delete", "support", "--tenant", "acme").stdout
+
+
+def test_a_refused_adapter_prints_its_report_and_exits_with_1(online: Any, folder: Path) -> None:
+    online.cli("tenants", "create", "acme")
+    online.admin.publish.fail = "rank 512 is over 256"
+    refused = online.json("adapters", "push", str(folder), "--tenant", "acme", "--name", "support", code=1)
+    assert (refused["state"], refused["version"], refused["digest"]) == ("failed", None, None)
+    assert refused["report"][0]["message"] == "rank 512 is over 256"
+    text = online.cli("adapters", "push", str(folder), "--tenant", "acme", "--name", "support", code=1).stdout
+    assert "rank 512 is over 256" in text
+    assert "train it again" in text
+    assert "refused" in text
+
+
+def test_a_verdict_that_does_not_come_in_time_is_told(online: Any, folder: Path) -> None:
+    online.cli("tenants", "create", "acme")
+    online.admin.publish.blocked = True
+    arguments = ("adapters", "push", str(folder), "--tenant", "acme", "--name", "support", "--timeout", "0.2")
+    assert online.json(*arguments, code=1)["error"]["code"] == "timeout"
+    online.admin.publish.blocked = False
+
+
+def test_mistakes_are_told_with_the_next_step(online: Any, folder: Path, tmp_path: Path) -> None:
+    online.cli("tenants", "create", "acme")
+    assert "exists" in online.cli("tenants", "create", "acme", code=1).stderr
+    assert online.json("keys", "create", "--tenant", "nobody", code=1)["error"]["code"] == "tenant_not_found"
+    wrong_key = online.cli("tenants", "list", code=1, GRAFTWORK_ADMIN_KEY="gw-a-b").stderr
+    assert "GRAFTWORK_ADMIN_KEY" in wrong_key
+    assert "admin key" in online.cli("tenants", "list", code=1, GRAFTWORK_ADMIN_KEY="").stderr
+    nobody = online.json("tenants", "list", code=1, GRAFTWORK_URL="http://127.0.0.1:1")["error"]
+    assert nobody["code"] == "unreachable"
+    assert "graftwork serve" in nobody["fix"]
+    assert online.json("tenants", "list", "--url", "nonsense", code=1)["error"]["code"] == "unreachable"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for place, code in ((empty, "empty_folder"), (tmp_path / "absent", "not_a_folder")):
+        assert online.json("adapters", "push", str(place), "--tenant", "acme", "--name", "a", code=1)["error"]["code"] == code
+    reserved = online.json("adapters", "push", str(folder), "--tenant", "acme", "--name", "default", code=1)["error"]
+    assert (reserved["code"], reserved["param"]) == ("reserved_name", "name")
+    online.cli("keys", "create", code=2)
+
+
+def test_flags_win_over_the_environment_and_the_data_directory_comes_last(tmp_path: Path) -> None:
+    (tmp_path / "admin.key").write_text("from-file\n")
+    environ = {"GRAFTWORK_URL": "http://env/", "GRAFTWORK_ADMIN_KEY": "from-env"}
+
+    def chosen(**flags: Any) -> ClientSettings:
+        return client_settings(**{"url": None, "admin_key": None, "data_dir": tmp_path, "environ": environ, **flags})
+
+    assert chosen() == ClientSettings("http://env", "from-env")
+    assert chosen(url="http://flag", admin_key="from-flag") == ClientSettings("http://flag", "from-flag")
+    assert chosen(environ={}) == ClientSettings("http://127.0.0.1:8000", "from-file")
+    assert chosen(environ={}, data_dir=None).admin_key is None
+
+
+def test_a_broken_connection_is_tried_again_and_a_refusal_is_not() -> None:
+    from graftwork_platform.admin.schemas import PartOut
+
+    calls, outcomes = [], [httpx2.ConnectError("broken"), httpx2.Response(502), httpx2.Response(204)]
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        calls.append(request.url.raw_path)
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    part = PartOut(path="a b", part=3, offset=0, size=1)
+    with AdminClient(ClientSettings("http://h", "k"), transport=httpx2.MockTransport(answer), sleep=lambda _: None) as client:
+        client.put_part("t/1", "up_1", part, b"x")
+        assert calls == [b"/admin/v1/tenants/t%2F1/uploads/up_1/files/a%20b?part=3"] * 3
+        outcomes.append(httpx2.Response(400, json={"error": {"message": "m", "code": "c", "param": None, "type": "t"}}))
+        with pytest.raises(CallFailed, match="m") as failed:
+            client.put_part("t", "up_1", part, b"x")
+        assert (failed.value.code, failed.value.status) == ("c", 400)
+        outcomes.extend(httpx2.Response(503, text="<html>") for _ in range(3))
+        with pytest.raises(CallFailed, match="503"):
+            client.put_part("t", "up_1", part, b"x")
+        outcomes.append(httpx2.Response(200, text="hello"))
+        with pytest.raises(CallFailed, match="does not answer as a graftwork server does"):
+            client.list_tenants()
+
+
+def test_doctor_finds_a_healthy_server_healthy(online: Any) -> None:
+    data_dir = str(online.admin.services.settings.data_dir)
+    with locked(online.admin.services.settings.lock_file):
+        found = online.json("doctor", "--data-dir", data_dir)
+    assert found["ok"] is True
+    results = {(check["check"], check["result"]) for check in found["checks"]}
+    checks = ("python", "torch", "data directory", "lock", "secrets", "database", "object store", "server", "admin key")
+    assert {(name, "pass") for name in checks} == results
+    assert "held by the server" in next(c["message"] for c in found["checks"] if c["check"] == "lock")
+    assert "pass" in online.cli("doctor", "--data-dir", data_dir).stdout
+
+
+def test_doctor_says_what_is_wrong_and_what_to_do(online: Any) -> None:
+    found = online.json("doctor", code=1, GRAFTWORK_URL="http://127.0.0.1:1")
+    assert [(c["check"], c["result"]) for c in found["checks"] if c["result"] != "pass"] == [
+        ("data directory", "warn"),
+        ("server", "fail"),
+    ]
+    wrong_key = online.json("doctor", code=1, GRAFTWORK_ADMIN_KEY="gw-a-b")
+    assert wrong_key["checks"][-1]["check"] == "admin key"
+    assert all(c["fix"] for c in [*found["checks"], *wrong_key["checks"]] if c["result"] != "pass")
+
+
+def test_doctor_reads_a_data_directory_that_is_not_in_order(data_settings: Settings, tmp_path: Path) -> None:
+    def problems(settings: Settings) -> dict[str, str]:
+        report = Report()
+        examine_data(report, settings)
+        assert all(f.fix for f in report.findings if f.result != "pass")
+        return {f.check: f.result for f in report.findings if f.result != "pass"}
+
+    absent = Settings(data_dir=tmp_path / "absent", model_dir=tmp_path)
+    assert problems(absent) == {"data directory": "fail"}
+    assert problems(data_settings) == {"secrets": "fail", "object store": "fail"}
+    data_settings.admin_key_file.write_text("x")
+    data_settings.admin_key_file.chmod(0o644)
+    (data_settings.data_dir / "graftwork.db").write_bytes(b"no database" * 1000)
+    data_settings.store_dir.mkdir()
+    data_settings.secrets_dir.mkdir()
+    for name in ("pepper", "cache-salt"):
+        (data_settings.secrets_dir / name).write_text("x")
+        (data_settings.secrets_dir / name).chmod(0o600)
+    assert problems(data_settings) == {"secrets": "warn", "database": "fail"}
+    (data_settings.data_dir / "graftwork.db").write_bytes(b"")
+    data_settings.admin_key_file.chmod(stat.S_IRUSR)
+    assert problems(data_settings) == {"database": "warn"}
+
+
+def test_the_command_and_the_api_load_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, graftwork_platform.cli, graftwork_platform.context, graftwork_platform.admin.routes\n"
+        "sys.stdout.write(','.join(m for m in ('torch', 'transformers', 'peft', 'triton') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -1,0 +1,119 @@
+"""The supervisor with small scripted children, and the lock of the data directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from graftwork_platform.serve.data_dir import DataDirBusy, locked
+from graftwork_platform.serve.supervisor import EXIT_CONFIG, Child, ChildFailed, Supervisor
+
+CHILD = """
+import pathlib, sys, time, signal
+log = pathlib.Path(sys.argv[1])
+with log.open("a") as file:
+    file.write(sys.stdin.read() + "\\n")
+behaviour = sys.argv[2]
+if behaviour == "crash":
+    sys.exit(3)
+if behaviour == "config":
+    sys.exit(78)
+if behaviour == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with log.open("a") as file:
+        file.write("deaf\\n")
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def module_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scripted_child.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def child(tmp_path: Path, behaviour: str, stop_within: float = 5.0) -> Child:
+    return Child("child", "scripted_child", [str(tmp_path / "log"), behaviour], b"configuration", stop_within)
+
+
+def lines(tmp_path: Path) -> list[str]:
+    log = tmp_path / "log"
+    return log.read_text().split() if log.exists() else []
+
+
+def wait_for(tmp_path: Path, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while len(lines(tmp_path)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_crashing_child_is_started_again_with_growing_pauses(tmp_path: Path) -> None:
+    supervised = child(tmp_path, "crash")
+    supervisor = Supervisor([supervised])
+    thread = threading.Thread(target=supervisor.run)
+    thread.start()
+    wait_for(tmp_path, 3)
+    supervisor.request_stop()
+    thread.join()
+    assert set(lines(tmp_path)) == {"configuration"}
+    assert supervised.crashes >= 2
+
+
+def test_a_child_that_cannot_be_helped_ends_the_supervisor(tmp_path: Path) -> None:
+    healthy = Child("healthy", "scripted_child", [str(tmp_path / "other"), "run"], b"", 5.0)
+    with pytest.raises(ChildFailed):
+        Supervisor([healthy, child(tmp_path, "config")]).run()
+    assert EXIT_CONFIG == 78
+    assert healthy.process is not None
+    assert healthy.process.poll() is not None, "the other child was stopped"
+
+
+def test_a_deaf_child_is_killed(tmp_path: Path) -> None:
+    supervised = child(tmp_path, "stubborn", stop_within=0.3)
+    supervisor = Supervisor([supervised])
+    thread = threading.Thread(target=supervisor.run)
+    thread.start()
+    wait_for(tmp_path, 2)
+    supervisor.request_stop()
+    thread.join(10)
+    assert supervised.process is not None
+    assert supervised.process.returncode == -9
+
+
+def test_a_long_life_forgives_earlier_crashes(tmp_path: Path) -> None:
+    supervised = child(tmp_path, "crash")
+    now = 0.0
+    for life in (1.0, 1.0, 500.0):
+        supervised.look_after(now)
+        assert supervised.process is not None
+        supervised.process.wait()
+        now += life
+        supervised.look_after(now)
+        assert supervised.start_at is not None
+        now = supervised.start_at
+    assert supervised.crashes == 1
+
+
+def test_data_directory_has_one_owner_and_dies_with_it(tmp_path: Path) -> None:
+    lock = tmp_path / "data" / "server.lock"
+    code = (
+        "import sys, time; from pathlib import Path; from graftwork_platform.serve.data_dir import locked\n"
+        "with locked(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    with pytest.raises(DataDirBusy, match=str(holder.pid)), locked(lock):
+        pass
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    with locked(lock):
+        assert lock.read_text().strip() == str(os.getpid())
