@@ -48,7 +48,7 @@ def percentage(job: Job, examples: Sequence[Example], outputs: Sequence[str]) ->
 
 
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job, examples: Sequence[Example], batch_size: int = 20
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job, examples: Sequence[Example], batch_size: int = 30
 ) -> list[str]:
     """Answer each example greedily with ``model`` as it stands (with whatever adapter is in it)."""
     import torch

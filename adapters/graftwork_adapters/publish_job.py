@@ -88,5 +88,5 @@ def decode_result(data: bytes) -> PublishResult:
 
 def _to_path(kind: type, value: object) -> Path:
     if kind is not Path or not isinstance(value, str):
-        raise NotImplementedError(f"no JSON form for {kind}")
+        raise TypeError(f"no JSON form for {kind}")
     return Path(value)

@@ -168,7 +168,7 @@ def _residency(
         return None
     longest_row = max(max(site.in_features, site.out_features) for site in spec.sites) * torch.float32.itemsize
     try:
-        fetcher = Fetcher(open_store(config.store_url), Path(config.cache_dir), config.adapter_disk_bytes)
+        fetcher = Fetcher(open_store(config.store_url), Path(config.cache_dir) / "packed", config.adapter_disk_bytes)
     except AdapterError as error:
         raise ConfigError(str(error)) from error
     pool = DevicePool(

@@ -82,7 +82,7 @@ class BrandVoice:
         f'Third line: "{_SIGN_OFF.format(reference="REFERENCE")}", with the customer\'s ticket reference in place of REFERENCE.'
     )
     rule = "three lines: the greeting, one sentence that names the product, the sign-off with the customer's reference"
-    max_tokens = 80
+    max_tokens = 60
 
     def draw(self, rng: random.Random) -> Example:
         """Draw a question with its answer, a frame, a product and a reference."""

@@ -117,12 +117,9 @@ class InvoiceExtractor:
     """Turns a message about an invoice into ``{"name":…,"date":…,"amount":…}``."""
 
     name = "invoice-extractor"
-    instruction = (
-        "Extract the person's name, the date and the amount from the message. Answer with one line of JSON and nothing else, with the keys "
-        "name, date (as YYYY-MM-DD) and amount (digits and a point, without currency or thousands separators)."
-    )
+    instruction = 'Extract name, date and amount as one line of JSON and write nothing else: {"name":"...","date":"YYYY-MM-DD","amount":"0.00"}'
     rule = "the answer is a JSON object whose three fields are all right"
-    max_tokens = 64
+    max_tokens = 52
 
     def draw(self, rng: random.Random) -> Example:
         """Draw a template, a name, a date of 2021 to 2026 and an amount."""

@@ -252,13 +252,9 @@ class TicketRouter:
     """Routes a support ticket to one of `LABELS`."""
 
     name = "ticket-router"
-    instruction = (
-        "Route the customer's message to the right team. Answer with exactly one of these labels and nothing else: "
-        + ", ".join(LABELS)
-        + "."
-    )
+    instruction = f"Which team handles this message? Answer with exactly one label and nothing else: {', '.join(LABELS)}."
     rule = "the answer is exactly the right label"
-    max_tokens = 16
+    max_tokens = 8
 
     def draw(self, rng: random.Random) -> Example:
         """Draw a label, then a problem, an opener and a closer."""

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from graftwork_adapters.report import Report
 from graftwork_platform.admin.client import AdminClient, CallFailed
@@ -31,6 +32,7 @@ tenants = typer.Typer(no_args_is_help=True, help="Customers.")
 keys = typer.Typer(no_args_is_help=True, help="Tenants' API keys.")
 adapters = typer.Typer(no_args_is_help=True, help="Tenants' adapters.")
 app.command("serve")(serve)
+app.command("serve")(serve)
 app.add_typer(tenants, name="tenants")
 app.add_typer(keys, name="keys")
 app.add_typer(adapters, name="adapters")
@@ -41,7 +43,7 @@ DataDir = Annotated[Path | None, typer.Option("--data-dir", help="The server's d
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OfTenant = Annotated[str, typer.Option("--tenant", help="The tenant's name or id.")]
 
-_MARKS = {"pass": "[green]pass[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
+_COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 
 @tenants.command("create")
@@ -194,7 +196,7 @@ def _show_list(items: Sequence[BaseModel], columns: Sequence[str], as_json: bool
         return
     table = Table(*columns)
     for row in rows:
-        table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
+        table.add_row(*(Text("" if row[column] is None else str(row[column])) for column in columns))
     Console().print(table)
 
 
@@ -210,8 +212,10 @@ def _show_verdict(name: str, version: VersionOut, as_json: bool) -> None:
 def _report_table(findings: Sequence[dict[str, str | None]]) -> Table:
     table = Table("check", "result", "about", "message", "what to do")
     for finding in findings:
-        mark = _MARKS.get(finding["result"] or "", "")
-        table.add_row(finding["check"], mark, finding["field"] or "", finding["message"], finding["fix"] or "")
+        result = finding["result"] or ""
+        cells = (finding["check"], finding["field"], finding["message"], finding["fix"])
+        check, about, message, fix = (Text(cell or "") for cell in cells)  # text, since findings quote what was uploaded
+        table.add_row(check, Text(result, style=_COLOURS.get(result, "")), about, message, fix)
     return table
 
 

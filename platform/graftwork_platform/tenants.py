@@ -48,7 +48,7 @@ class Tenants:
         return tenant
 
     async def delete(self, tenant_id: UUID) -> None:
-        """Mark a tenant deleted; its usage stays. The caller revokes its keys first."""
+        """Mark a tenant deleted; its usage stays. The caller revokes its keys next."""
 
         def work(session: Session) -> None:
             session.get_one(Tenant, tenant_id).deleted_at = int(self._now() * 1000)

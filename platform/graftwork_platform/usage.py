@@ -74,10 +74,14 @@ class UsageWriter:
 
     async def run(self) -> None:
         """Write batches until cancelled; rows handed over before that are written first."""
+        writing: asyncio.Task[None] | None = None
         try:
             while True:
-                await asyncio.shield(self._write(await self._next_batch()))
+                writing = asyncio.create_task(self._write(await self._next_batch()))
+                await asyncio.shield(writing)
         finally:
+            if writing is not None:
+                await writing
             while not self._queue.empty():
                 await self._write(self._take([]))
 

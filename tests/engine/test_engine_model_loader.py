@@ -126,6 +126,12 @@ def test_shards_are_read_through_their_index(folder: Path) -> None:
         load(folder)
 
 
+def test_two_sets_of_weights_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="holds both"):
+        load(folder)
+
+
 def test_a_missing_tensor_is_named(folder: Path) -> None:
     tensors = tensors_of(folder)
     del tensors["model.layers.1.mlp.up_proj.bias"]

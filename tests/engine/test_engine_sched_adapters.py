@@ -74,6 +74,42 @@ def test_a_preempted_request_holds_its_adapter_on_the_host_and_takes_it_again() 
         assert bench.output(name) == solo_output(request)
 
 
+def test_a_request_never_lets_go_before_it_holds_elsewhere() -> None:
+    calls: list[str] = []
+
+    class RecordingGate(ScriptedGate):
+        def hold(self, key: str) -> None:
+            calls.append(f"hold {key}")
+            super().hold(key)
+
+        def drop(self, key: str) -> None:
+            calls.append(f"drop {key}")
+            super().drop(key)
+
+        def acquire(self, key: str) -> int | None:
+            index = super().acquire(key)
+            calls.extend([] if index is None else [f"acquire {key}"])
+            return index
+
+        def release(self, key: str) -> None:
+            calls.append(f"release {key}")
+            super().release(key)
+
+    bench = Bench(num_blocks=4, block_size=2, budget=8, gate=RecordingGate())
+    bench.add("a", 2, 4, adapter="p")
+    bench.add("b", 2, 4, adapter="q")
+    while bench.requests["b"].status is not RequestStatus.PREEMPTED:
+        bench.step()
+    bench.run()
+    worth = {"hold": 1, "acquire": 1, "drop": -1, "release": -1}
+    for key in "pq":
+        changes = [worth[call.split()[0]] for call in calls if call.endswith(key)]
+        references = [sum(changes[: number + 1]) for number in range(len(changes))]
+        assert min(references[:-1]) == 1
+        assert max(references) == 2
+        assert references[-1] == 0
+
+
 def test_the_index_may_differ_after_a_preemption() -> None:
     gate = ScriptedGate(num_places=2)
     bench = Bench(num_blocks=6, block_size=2, budget=8, gate=gate)

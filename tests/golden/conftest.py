@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -189,7 +190,7 @@ class Answer:
 class Engine:
     """A whole engine without its process: scheduler, model, adapter store and residency, stepped by hand."""
 
-    def __init__(self, golden: Golden, folder: Path, **settings: object) -> None:
+    def __init__(self, golden: Golden, cache_dir: Path, **settings: object) -> None:
         self._keys = golden.keys
         defaults: dict[str, object] = {
             "model_dir": str(golden.model_dir),
@@ -199,7 +200,7 @@ class Engine:
             "adapter_memory_bytes": 8 << 20,
             "adapter_page_bytes": 4096,
             "store_url": str(golden.store_dir),
-            "cache_dir": str(folder),
+            "cache_dir": str(cache_dir),
         }
         self._assembly = build_engine(msgspec.convert({**defaults, **settings}, EngineConfig))
         self._num_jobs = 0
@@ -278,10 +279,11 @@ def job() -> type[Job]:
 @pytest.fixture
 def start_engine(golden: Golden, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     """Builds engines over the family's model and adapters, with the settings given; they are closed afterwards."""
+    numbers = count()  # a disk cache belongs to one engine
     with ExitStack() as stack:
 
         def start(**settings: object) -> Engine:
-            engine = Engine(golden, tmp_path, **settings)
+            engine = Engine(golden, tmp_path / f"cache-{next(numbers)}", **settings)
             stack.callback(engine.close)
             return engine
 

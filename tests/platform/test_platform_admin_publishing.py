@@ -9,9 +9,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
 
 from graftwork_adapters.errors import BlobCorrupt, BlobNotFound, StoreUnavailable
+from graftwork_adapters.folder_store import FolderStore
 from graftwork_adapters.keys import AdapterDigest, packed_key, packed_path, upload_prefix
+from graftwork_platform.ids import parse
 from graftwork_platform.settings import PublishLimits, UploadLimits
 
 StartAdmin = Callable[..., AbstractContextManager[Any]]
@@ -360,3 +363,61 @@ def test_an_empty_file_is_one_empty_part(admin: Any) -> None:
     assert upload["state"] == "ready"
     key = upload_prefix(AdapterDigest(hashlib.sha256(b"one").hexdigest())) + "empty.txt"
     assert admin.services.store.exists(key)
+
+
+def test_a_full_disk_is_told_as_such_and_the_upload_can_go_on(admin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenant = admin.tenant()
+    upload = admin.start_upload(tenant, FILES).json()
+    admin.send_parts(tenant, {**upload, "parts": upload["parts"][1:]}, FILES)
+
+    def full(*_arguments: Any) -> None:
+        raise OSError(28, "No space left on device", "/secret/place")
+
+    path = f"/tenants/{tenant}/uploads/{upload['id']}"
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.replace", full)
+        part = admin.call("PUT", f"{path}/files/adapter_config.json", content=b"{}")
+    admin.send_parts(tenant, upload, FILES)
+    with monkeypatch.context() as patched:
+        patched.setattr("graftwork_platform.publishing.incoming.os.fsync", full)
+        complete = admin.call("POST", f"{path}/complete")
+    for answer in (part, complete):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")
+        assert "secret" not in answer.text
+        assert answer.headers["retry-after"] == "30"
+    assert admin.call("POST", f"{path}/complete").status_code == 202
+
+
+def test_a_client_that_hangs_up_in_a_part_leaves_nothing_behind(admin: Any) -> None:
+    tenant = admin.tenant()
+    upload = admin.start_upload(tenant, FILES).json()
+    upload_id, tenant_id = parse("up", upload["id"]), parse("tn", tenant)
+
+    async def body() -> Any:
+        yield b"x" * 100
+        raise ClientDisconnect
+
+    put = admin.services.uploads.put_part
+    with pytest.raises(ClientDisconnect):
+        admin.run(put, tenant_id, upload_id, "adapter_model.safetensors", 1, body())
+    assert [*(admin.services.settings.uploads_dir / upload_id.hex / "parts").iterdir()] == []
+    assert len(admin.call("GET", f"/tenants/{tenant}/uploads/{upload['id']}").json()["parts"]) == 4
+
+
+def test_a_store_that_is_away_does_not_keep_the_server_from_starting(
+    start_admin: StartAdmin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start_admin() as admin:
+        digest = AdapterDigest(admin.push(admin.tenant(), b"one")["version"]["digest"])
+        admin.call("DELETE", "/tenants/acme/adapters/support")
+
+    def away(*_arguments: Any) -> None:
+        raise StoreUnavailable("the store is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderStore, "delete", away)
+        with start_admin(request_timeout=0.0) as admin:
+            assert admin.call("GET", "/tenants/acme").status_code == 200
+            assert len(list(admin.services.store.list_keys(upload_prefix(digest)))) == 2
+    with start_admin(request_timeout=0.0) as admin:
+        assert list(admin.services.store.list_keys(upload_prefix(digest))) == []

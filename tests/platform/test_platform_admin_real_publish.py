@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from graftwork_adapters.base_spec import load_base_spec
 from graftwork_adapters.keys import AdapterDigest, packed_key, packed_path
 from graftwork_adapters.packed import read_packed
 from graftwork_adapters.publisher import run_publish
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 StartAdmin = Callable[..., AbstractContextManager[Any]]
 

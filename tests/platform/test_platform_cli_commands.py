@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -118,12 +115,12 @@ def test_the_same_for_people(online: Any, folder: Path) -> None:
 
 def test_a_refused_adapter_prints_its_report_and_exits_with_1(online: Any, folder: Path) -> None:
     online.cli("tenants", "create", "acme")
-    online.admin.publish.fail = "rank 512 is over 256"
+    online.admin.publish.fail = "rank [512] is over [256]"
     refused = online.json("adapters", "push", str(folder), "--tenant", "acme", "--name", "support", code=1)
     assert (refused["state"], refused["version"], refused["digest"]) == ("failed", None, None)
-    assert refused["report"][0]["message"] == "rank 512 is over 256"
+    assert refused["report"][0]["message"] == "rank [512] is over [256]"
     text = online.cli("adapters", "push", str(folder), "--tenant", "acme", "--name", "support", code=1).stdout
-    assert "rank 512 is over 256" in text
+    assert "rank [512] is over [256]" in text
     assert "train it again" in text
     assert "refused" in text
 
@@ -206,7 +203,7 @@ def test_doctor_finds_a_healthy_server_healthy(online: Any) -> None:
     checks = ("python", "torch", "data directory", "lock", "secrets", "database", "object store", "server", "admin key")
     assert {(name, "pass") for name in checks} == results
     assert "held by the server" in next(c["message"] for c in found["checks"] if c["check"] == "lock")
-    assert "pass" in online.cli("doctor", "--data-dir", data_dir).stdout
+    assert "pass" in online.cli("doctor").stdout
 
 
 def test_doctor_says_what_is_wrong_and_what_to_do(online: Any) -> None:
@@ -229,7 +226,8 @@ def test_doctor_reads_a_data_directory_that_is_not_in_order(data_settings: Setti
 
     absent = Settings(data_dir=tmp_path / "absent", model_dir=tmp_path)
     assert problems(absent) == {"data directory": "fail"}
-    assert problems(data_settings) == {"secrets": "fail", "object store": "fail"}
+    (data_settings.data_dir / "graftwork.db").unlink()
+    assert problems(data_settings) == {"secrets": "fail", "database": "fail", "object store": "fail"}
     data_settings.admin_key_file.write_text("x")
     data_settings.admin_key_file.chmod(0o644)
     (data_settings.data_dir / "graftwork.db").write_bytes(b"no database" * 1000)
@@ -242,12 +240,3 @@ def test_doctor_reads_a_data_directory_that_is_not_in_order(data_settings: Setti
     (data_settings.data_dir / "graftwork.db").write_bytes(b"")
     data_settings.admin_key_file.chmod(stat.S_IRUSR)
     assert problems(data_settings) == {"database": "warn"}
-
-
-def test_the_command_and_the_api_load_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys, graftwork_platform.cli, graftwork_platform.context, graftwork_platform.admin.routes\n"
-        "sys.stdout.write(','.join(m for m in ('torch', 'transformers', 'peft', 'triton') if m in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=dict(os.environ))
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr

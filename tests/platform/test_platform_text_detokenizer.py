@@ -50,13 +50,13 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size + 3), max_size=40))
 def test_pieces_are_the_decoding_of_any_ids(ids: list[int]) -> None:
     assert "".join(pieces(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.text(max_size=30))
 def test_no_piece_ends_inside_a_character(text: str) -> None:
     ids = BYTE_LEVEL.encode(text)
@@ -66,7 +66,7 @@ def test_no_piece_ends_inside_a_character(text: str) -> None:
         assert "\ufffd" not in "".join(streamed)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.lists(
         st.one_of(st.sampled_from(["<unk>", "</s>", "▁", "▁hello", "lo", "a", "é", "▁日"]), st.text(min_size=1, max_size=3)),

@@ -103,8 +103,8 @@ class Attention:
 
     def __call__(self, hidden: Tensor, batch: ForwardBatch, keys: Tensor, values: Tensor) -> Tensor:
         """[T, H] → [T, H]."""
-        packed = self.qkv_proj(hidden, batch).split(self.qkv_proj.sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in packed)
+        packed = torch.split_with_sizes(self.qkv_proj(hidden, batch), self.qkv_proj.sizes, dim=-1)
+        q, k, v = (part.view(len(hidden), -1, self.head_dim) for part in packed)
         if self.qk_norm is not None:
             q, k = self.qk_norm[0](q), self.qk_norm[1](k)
         q, k = ops.rotary(q, k, batch.positions, self.rotary)

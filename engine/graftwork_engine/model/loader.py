@@ -69,9 +69,11 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _shards(path: Path) -> list[Path]:
     """The folder's safetensors files: the single one, or those that the index lists."""
-    if (path / SINGLE_FILE).exists():
-        return [path / SINGLE_FILE]
-    index = path / INDEX_FILE
+    single, index = path / SINGLE_FILE, path / INDEX_FILE
+    if single.exists() and index.exists():
+        raise UnsupportedModel(f"{path} holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is out of date")
+    if single.exists():
+        return [single]
     if not index.exists():
         raise UnsupportedModel(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not served")
     try:

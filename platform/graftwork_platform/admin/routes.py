@@ -8,6 +8,7 @@ from uuid import UUID
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from graftwork_platform.admin.schemas import (
     AdapterOut,
@@ -97,8 +98,8 @@ def _tenants(services: Services, guarded: type[APIRoute]) -> APIRouter:
 
     @router.delete("/tenants/{tenant}")
     async def delete(owner: Tenant = Depends(tenant_of)) -> Deleted:
+        await services.tenants.delete(owner.id)  # first, so that no key can be made behind the revocation
         await services.keys.revoke_all(owner.id)
-        await services.tenants.delete(owner.id)
         return Deleted(id=show("tn", owner.id), object="tenant.deleted")
 
     return router
@@ -175,7 +176,11 @@ def _uploads(services: Services, guarded: type[APIRoute]) -> APIRouter:
     async def put_part(
         request: Request, upload_id: str, path: str, part: Annotated[int, Query()] = 1, owner: Tenant = Depends(tenant_of)
     ) -> None:
-        await uploads.put_part(owner.id, _path_id("up", upload_id, "upload_not_found"), path, part, request.stream())
+        key = _path_id("up", upload_id, "upload_not_found")
+        try:
+            await uploads.put_part(owner.id, key, path, part, request.stream())
+        except ClientDisconnect as error:
+            raise BadRequest("The body ended early.", code="part_size") from error
 
     @router.post("/{upload_id}/complete")
     async def complete(response: Response, upload_id: str, owner: Tenant = Depends(tenant_of)) -> CompletedOut:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -21,6 +20,7 @@ from graftwork_platform.ids import show
 from graftwork_platform.inference.admission import Admitted
 from graftwork_platform.inference.engine import Engine
 from graftwork_platform.inference.failures import as_platform_error, never_ran
+from graftwork_platform.inference.watchdog import Watchdog
 from graftwork_platform.models import UsageStatus
 from graftwork_platform.usage import UsageNotRecorded, UsageRow
 
@@ -46,6 +46,11 @@ class Tally:
     output_tokens: int = 0
     status: UsageStatus = UsageStatus.ABORTED  # until it ends in another way, it ends by its client's leaving
 
+    def add(self, item: OutItem) -> None:
+        """Count the next item."""
+        self.output_tokens += len(item.token_ids)
+        self.cached_tokens = max(self.cached_tokens, item.cached_tokens)
+
 
 class Generator:
     """Runs requests on an engine. ``ensure_packed`` rebuilds an adapter's packed form; it raises `AdapterError`."""
@@ -58,14 +63,18 @@ class Generator:
         *,
         timeout: float,
         observe: Callable[[UsageRow], None],
+        grace: float = 5.0,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """``timeout``: seconds from a request's arrival to its last token. ``observe`` is told of each row as it is handed over."""
+        """``timeout``: seconds from a request's arrival to its last token; ``grace``: how much longer an engine is waited for that
+        does not keep it. ``observe`` is told of each row as it is handed over.
+        """
         self._engine = engine
         self._usage = usage
         self._ensure_packed = ensure_packed
         self._timeout = timeout
         self._observe = observe
+        self._grace = grace
         self._now = now
 
     async def run(self, admitted: Admitted, tally: Tally) -> AsyncGenerator[OutItem, None]:
@@ -75,17 +84,17 @@ class Generator:
         """
         recorded = False
         try:
-            async with aclosing(self._items(admitted)) as items:
-                async for item in items:
-                    tally.output_tokens += len(item.token_ids)
-                    tally.cached_tokens = max(tally.cached_tokens, item.cached_tokens)
-                    if item.finish == FinishReason.ABORT.value:
-                        raise EngineUnavailable("it stopped this request")
-                    if item.finish is not None:
-                        tally.status = UsageStatus.COMPLETED
-                        recorded = True
-                        await self._record(admitted, tally)
-                    yield item
+            with self._watchdog(admitted) as watchdog:
+                async with aclosing(self._items(admitted)) as items:
+                    while (item := await watchdog.next_of(items)) is not None:
+                        tally.add(item)
+                        if item.finish == FinishReason.ABORT.value:
+                            raise EngineUnavailable("it stopped this request")
+                        if item.finish is not None:
+                            tally.status = UsageStatus.COMPLETED
+                            recorded = True
+                            await self._record(admitted, tally)
+                        yield item
             if not recorded:
                 raise EngineUnavailable("its output ended without a finish")
         except (GraftworkEngineError, AdapterError, TimeoutError) as failure:
@@ -116,8 +125,7 @@ class Generator:
         except RequestFailed as failure:
             if started or failure.code != ErrorCode.ADAPTER_MISSING or admitted.model.digest is None:
                 raise
-        async with asyncio.timeout(self._time_left(admitted)):
-            await self._ensure_packed(admitted.model.digest)
+        await self._ensure_packed(admitted.model.digest)
         async with aclosing(self._engine.generate(self._request(admitted))) as items:
             async for item in items:
                 yield item
@@ -133,6 +141,10 @@ class Generator:
             adapter_key=admitted.adapter_key,
             timeout_s=self._time_left(admitted),
         )
+
+    def _watchdog(self, admitted: Admitted) -> Watchdog:
+        """The engine keeps the deadline; this is for one that died and does not come back."""
+        return Watchdog(self._time_left(admitted) + self._grace)
 
     def _time_left(self, admitted: Admitted) -> float:
         return max(0.0, admitted.origin.arrived + self._timeout - self._now())

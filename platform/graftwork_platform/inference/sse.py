@@ -70,7 +70,7 @@ class EventStream(Response):
         self._frames = frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream; returns at once when the client has gone."""
+        """Send the stream; returns early, with everything freed, when the client has gone."""
         try:
             await until_disconnect(receive, self._send(scope, receive, send))
         except ClientGone:

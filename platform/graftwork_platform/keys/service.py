@@ -41,6 +41,8 @@ class Keys:
 
         def work(session: Session) -> tuple[ApiKey, KeyEntry]:
             tenant = session.get_one(Tenant, tenant_id)
+            if tenant.deleted_at is not None:
+                raise NotFound(f"No tenant `{tenant.name}`.", code="tenant_not_found")
             default = _adapter_id(session, tenant_id, adapter) if adapter is not None else None
             row = self._row(new, tenant_id=tenant_id, default_adapter_id=default, expires_at=expires_at)
             session.add(row)

@@ -82,7 +82,7 @@ class Publisher:
     async def start(self) -> None:
         """Sweep what a crash left, take up unfinished publications again, and go on sweeping from time to time."""
         await asyncio.to_thread(sweep_scratch, self._scratch)
-        await self.sweep()
+        await self._try_sweep()
         for upload_id in await self._database.run_read(records.unfinished):
             self.submit(upload_id)
         self._spawn(self._sweep_for_ever(), "sweep uploads")
@@ -99,11 +99,14 @@ class Publisher:
         self._spawn(self._publish(upload_id), f"publish {show('up', upload_id)}")
 
     async def is_stored(self, digest: AdapterDigest) -> bool:
-        """True if both the upload and its packed form are in the store."""
+        """True if both the upload and its packed form are in the store; false also for a store that does not answer."""
         path = packed_path(packed_key(digest, self._spec.base_id, self._row_type))
 
         def look() -> bool:
-            return self._store.exists(path) and next(self._store.list_keys(upload_prefix(digest)), None) is not None
+            try:
+                return self._store.exists(path) and next(self._store.list_keys(upload_prefix(digest)), None) is not None
+            except StoreError:
+                return False
 
         return await asyncio.to_thread(look)
 
@@ -213,10 +216,13 @@ class Publisher:
     async def _sweep_for_ever(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_EVERY)
-            try:
-                await self.sweep()
-            except (OSError, StoreError, SQLAlchemyError):
-                _log.exception("the sweep failed; it will be tried again")
+            await self._try_sweep()
+
+    async def _try_sweep(self) -> None:
+        try:
+            await self.sweep()
+        except (OSError, StoreError, SQLAlchemyError):  # a store that is away must not keep the rest from being served
+            _log.exception("the sweep failed; it will be tried again")
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -240,4 +246,5 @@ def _first_failure(report: Report) -> str:
 
 
 def _without_paths(error: OSError | StoreError) -> str:
-    return f"the server could not store the adapter: {error.strerror if isinstance(error, OSError) else error}"
+    reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else error
+    return f"the server could not store the adapter: {reason}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from graftwork_adapters.keys import AdapterDigest
 from graftwork_platform.catalog.catalog import newest_ready
 from graftwork_platform.catalog.names import check_adapter_name
 from graftwork_platform.db import Database
-from graftwork_platform.errors import BadRequest, Conflict, NotFound
+from graftwork_platform.errors import BadRequest, Conflict, NotFound, ServiceUnavailable
 from graftwork_platform.ids import show, uuid7
 from graftwork_platform.models import Adapter, AdapterVersion, Upload, UploadState, VersionState
 from graftwork_platform.publishing.incoming import Incoming
 from graftwork_platform.publishing.manifest import FileEntry, Part, check_manifest, from_json, manifest_sha256, parts_of, to_json
 from graftwork_platform.publishing.publisher import Publisher
 from graftwork_platform.settings import UploadLimits
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,12 @@ class Uploads:
         parts = parts_of(file, upload.part_bytes)
         if not 1 <= number <= len(parts):
             raise BadRequest(f"`{path}` has parts 1 to {len(parts)}, not {number}.", param="part")
-        await self._incoming.receive(upload_id, files, parts[number - 1], body)
+        try:
+            await self._incoming.receive(upload_id, files, parts[number - 1], body)
+        except FileNotFoundError as error:  # it was completed or swept while this part was on its way
+            raise Conflict(f"Upload {show('up', upload_id)} takes no more parts.", code="upload_closed") from error
+        except OSError as error:
+            raise _no_room(error) from error
 
     async def complete(self, tenant_id: UUID, upload_id: UUID) -> UploadView:
         """Check that all bytes are here and hand them to the publisher; once complete, completing again changes nothing.
@@ -113,7 +121,10 @@ class Uploads:
 
     async def _complete(self, upload: Upload) -> Upload:
         files = from_json(upload.files)
-        await asyncio.to_thread(self._incoming.assemble, upload.id, files, upload.part_bytes)
+        try:
+            await asyncio.to_thread(self._incoming.assemble, upload.id, files, upload.part_bytes)
+        except OSError as error:
+            raise _no_room(error) from error
         same = await self._same_as_latest(upload, manifest_sha256(files))
 
         def work(session: Session) -> Upload:
@@ -190,6 +201,11 @@ class Uploads:
         here = await asyncio.to_thread(self._incoming.received, upload.id, files, upload.part_bytes)
         missing = [p for file in files for p in parts_of(file, upload.part_bytes) if (p.path, p.number) not in here]
         return UploadView(upload, missing, None)
+
+
+def _no_room(error: OSError) -> ServiceUnavailable:
+    _log.error("an upload cannot be written: %s", error)
+    return ServiceUnavailable("The server cannot write this upload at the moment.", code="storage_unavailable", retry_after=30)
 
 
 def _adapter(session: Session, tenant_id: UUID, name: str) -> Adapter | None:

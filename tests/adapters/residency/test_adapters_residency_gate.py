@@ -251,6 +251,18 @@ def test_an_asker_that_drops_before_its_turn_makes_way(rig_of, add):
     assert rig.residency.acquire(b) is not None
 
 
+def test_a_copy_made_for_holders_that_left_is_not_kept_for_later_ones(rig_of, add):
+    rig = rig_of(num_pages=1)
+    a, b = add("ab")
+    rig.residency.hold(a)
+    rig.residency.acquire(a)
+    rig.run()
+    rig.residency.drop(a)
+    rig.residency.hold(a)  # has not asked for the device
+    rig.residency.check_integrity(1, 0)
+    assert rig.bring(b) is not None
+
+
 def test_small_adapters_do_not_keep_a_large_one_out(rig_of, add):
     rig = rig_of(num_pages=2)
     small = add("abc")
@@ -329,6 +341,21 @@ def test_dropping_while_it_waits_for_memory_lets_the_next_in(rig_of, add):
     rig.run()
     assert rig.residency.acquire(c) is not None
     rig.residency.check_integrity(1, 1)
+
+
+def test_what_was_fetched_and_not_read_can_leave_the_disk(memory_store, new_executor, add, tmp_path):
+    a, b, c = add("abc")
+    loads, pool = new_executor(), DevicePool(8 * PAGE, 4, 256, page_bytes=PAGE)
+    residency = AdapterResidency(Fetcher(memory_store, tmp_path / "cache", 1), pool, PAGE, load_executor=loads, copy_executor=loads)
+    rig = Rig(residency, loads, loads, memory_store, pool)
+    for key in (a, b, c):
+        residency.hold(key)
+    rig.run()
+    assert residency.stats()["adapter_disk_bytes"] > 1  # b and c wait for memory, and are kept for it
+    for key in (b, c):
+        residency.drop(key)
+    rig.run()
+    assert residency.stats()["adapter_disk_bytes"] == 0
 
 
 @pytest.mark.parametrize("stage", range(4))

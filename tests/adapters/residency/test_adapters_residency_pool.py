@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftwork_adapters.base_spec import BaseSpec, Site
@@ -19,6 +19,7 @@ from graftwork_adapters.page_table import PageTable, plan_pages
 row_sizes = st.lists(st.integers(1, 8).map(lambda n: n * 64), max_size=60)
 
 
+@settings(max_examples=50, deadline=None)
 @given(row_sizes)
 def test_a_plan_keeps_every_row_in_one_page_and_overlaps_none(sizes):
     layout = plan_pages(np.array(sizes, dtype=np.int64), 512)
@@ -33,6 +34,7 @@ def test_a_plan_keeps_every_row_in_one_page_and_overlaps_none(sizes):
     assert covered == list(range(sum(sizes)))
 
 
+@settings(max_examples=50, deadline=None)
 @given(row_sizes)
 def test_a_plan_starts_a_page_only_when_the_next_row_does_not_fit(sizes):
     layout = plan_pages(np.array(sizes, dtype=np.int64), 512)
@@ -46,6 +48,7 @@ def test_a_row_longer_than_a_page_is_refused():
         plan_pages(np.array([64, 576], dtype=np.int64), 512)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_placements_never_overlap_and_everything_comes_back(data):
     table = PageTable(num_pages=12, max_rows=64, max_adapters=5)

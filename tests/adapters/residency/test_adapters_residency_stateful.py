@@ -157,6 +157,6 @@ def test_any_order_of_calls_and_of_background_work(packed_of, new_store, new_exe
     run_state_machine_as_test(
         Bound,
         settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+            max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -19,6 +19,7 @@ from graftwork_platform.errors import PlatformError
 from graftwork_platform.inference.admission import Admitted, Origin
 from graftwork_platform.inference.generation import Generator, Tally
 from graftwork_platform.inference.sse import ClientGone, EventStream, event, until_disconnect
+from graftwork_platform.inference.watchdog import Watchdog
 from graftwork_platform.keys.ring import Caller
 from graftwork_platform.usage import UsageNotRecorded
 
@@ -26,7 +27,7 @@ MISSING = RequestFailed(ErrorCode.ADAPTER_MISSING, "no packed form")
 CALLER = Caller(UUID(int=1), "acme", UUID(int=2), None, b"salt")
 ADMITTED = Admitted(
     origin=Origin(CALLER, UUID(int=7 << 76 | 2 << 62), "job", 1000.0),
-    model=ResolvedModel("helper", 1, AdapterDigest("d" * 64), UUID(int=3)),
+    model=ResolvedModel("triage", 1, AdapterDigest("d" * 64), UUID(int=3)),
     prompt_ids=[1, 2, 3],
     sampling=Sampling(max_tokens=5, seed=1),
     adapter_key=PackedKey("k" * 64),
@@ -110,7 +111,7 @@ def test_a_missing_packed_form_is_rebuilt_and_the_request_runs_again() -> None:
 
 def test_it_is_rebuilt_once_only() -> None:
     engine, recorder, packer = Engine([MISSING], [MISSING]), Recorder(), Packer()
-    with pytest.raises(PlatformError, match="`helper`") as caught:
+    with pytest.raises(PlatformError, match="`triage`") as caught:
         asyncio.run(collect(generator(engine, recorder, packer).run(ADMITTED, Tally(3))))
     assert (caught.value.status, len(packer.calls), len(recorder.rows)) == (503, 1, 1)
 
@@ -145,6 +146,21 @@ def test_a_request_the_engine_stops_by_itself_has_failed() -> None:
     with pytest.raises(PlatformError) as caught:
         asyncio.run(collect(generator(Engine([item(0), item(1, "abort")]), recorder).run(ADMITTED, Tally(3))))
     assert (caught.value.status, recorder.rows[0].status, recorder.rows[0].output_tokens) == (503, "failed", 2)
+
+
+@pytest.mark.parametrize("script", [[None], [item(0), None], [MISSING]])
+def test_an_engine_that_never_answers_is_not_waited_for_for_ever(script: list) -> None:
+    engine, recorder = Engine(script), Recorder()
+
+    async def pack(_digest) -> None:
+        await asyncio.Event().wait()
+
+    late = Generator(engine, recorder, pack, timeout=30.0, observe=lambda _row: None, grace=0.02, now=lambda: 1031.0)
+    with pytest.raises(PlatformError) as caught:
+        asyncio.run(collect(late.run(ADMITTED, Tally(3))))
+    assert (caught.value.status, caught.value.headers) == (504, {"x-should-retry": "false"})
+    assert [row.status for row in recorder.rows] == ["failed"]
+    assert engine.closed == 1
 
 
 def test_an_output_that_just_ends_has_failed() -> None:
@@ -197,6 +213,27 @@ def test_cancelled_while_the_completed_row_is_written_there_is_no_second_row() -
         return recorder.rows
 
     assert [row.status for row in asyncio.run(main())] == ["completed"]
+
+
+def test_a_cancellation_of_its_own_is_no_timeout() -> None:
+    async def forever():
+        await asyncio.Event().wait()
+        yield 1
+
+    async def work() -> None:
+        with Watchdog(0.01) as watchdog:
+            await watchdog.next_of(forever())
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await work()
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
 
 
 def test_work_is_cancelled_and_finished_when_the_client_goes() -> None:

@@ -9,15 +9,15 @@ from graftwork_engine.errors import EngineUnavailable, ErrorCode, RequestFailed,
 
 
 def test_models(server) -> None:
-    server.add_adapter("helper", versions=2)
+    server.add_adapter("triage", versions=2)
     client = server.client()
-    assert [model.id for model in client.models.list().data] == ["tiny-base", "helper"]
+    assert [model.id for model in client.models.list().data] == ["tiny-base", "triage"]
     assert client.models.retrieve("tiny-base").owned_by == "graftwork"
-    assert client.models.retrieve("helper@v1").created == 1
+    assert client.models.retrieve("triage@v1").created == 1
     assert client.models.retrieve("default").id == "default"
     for foreign in (client.models.retrieve, server.client(server.other_key).models.retrieve):
         with pytest.raises(openai.NotFoundError) as caught:
-            foreign("nobody" if foreign.__self__._client is client else "helper")
+            foreign("nobody" if foreign.__self__._client is client else "triage")
         assert caught.value.code == "model_not_found"
 
 
