@@ -82,7 +82,8 @@ def convert(gguf_file: Path, folder: Path) -> None:
 
     _say("reading the tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
-    # GGUF names this tokenizer's pre-tokenizer "smollm", which the reader takes for plain GPT-2: SmolLM splits every digit off first.
+    # GGUF names this tokenizer's pre-tokenizer "smollm", which the reader takes for plain GPT-2;
+    # SmolLM splits every digit off first.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -99,9 +100,12 @@ def prepare(target: Path, package_dir: Path | None) -> bool:
         PackageNotFoundError: the package or its model file is missing.
     """
     note = read_note(target)
-    if note is not None and note.get("format") == _FORMAT and package_dir is not None and not package_dir.exists():
-        return False  # done before, and the package has been thrown away since
-    package = find_package(package_dir)
+    try:
+        package = find_package(package_dir)
+    except PackageNotFoundError:
+        if note is not None and note.get("format") == _FORMAT:
+            return False  # made before, and the package has been thrown away since
+        raise
     fresh = {"package": PACKAGE, "version": package.version, "format": _FORMAT}
     if note == fresh:
         return False
@@ -177,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PackageNotFoundError as error:
         _say(str(error))
         return 1
-    _say(f"{options.target} {'made in %.0f s' % (time.monotonic() - started) if is_new else 'is up to date'}")
+    _say(f"{options.target} made in {time.monotonic() - started:.0f} s" if is_new else f"{options.target} is up to date")
     findings = check(options.target) if options.check else []
     for finding in findings:
         _say(finding)

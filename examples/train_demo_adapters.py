@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 BASE_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 BATCH_SIZE = 8
+# Spelled out, since PEFT takes "all-linear" for all layers only.
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MAX_BYTES = 2_000_000  # of a committed adapter
 IGNORED = -100  # the label that cross entropy leaves out
 
@@ -69,13 +71,13 @@ RECIPES = {
             "target_modules": ["q_proj", "v_proj", "o_proj"],
             "layers_to_transform": list(range(14, 28)),
         },
-        steps=180,
+        steps=80,
         learning_rate=1.5e-3,
     ),
     "brand-voice": Recipe(
         "Answers a customer in a fixed house style: greeting, one sentence, sign-off with the ticket's reference.",
-        {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "layers_to_transform": list(range(19, 29))},
-        steps=120,
+        {"r": 8, "lora_alpha": 16, "target_modules": ALL_LINEAR, "layers_to_transform": list(range(19, 29))},
+        steps=60,
         learning_rate=1.5e-3,
     ),
 }
@@ -124,7 +126,7 @@ def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     cache = model.model(input_ids=batch.prefix[None], use_cache=True).past_key_values
     cache.batch_repeat_interleave(len(batch.input_ids))
     hidden = model.model(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask, past_key_values=cache, use_cache=True
+        input_ids=batch.input_ids, attention_mask=batch.attention_mask, cache=cache, use_cache=True
     ).last_hidden_state  # [B, S, hidden]
     next_labels = batch.labels[:, 1:]
     is_answer = next_labels != IGNORED
@@ -159,7 +161,7 @@ def train(job: Job, recipe: Recipe, model_dir: Path, *, steps: int, bf16: bool, 
         for step in range(steps):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
                 loss = loss_of(base, draw_batch(tokenizer, job, rng))
-            loss.backward()
+            torch.autograd.backward([loss])
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -205,8 +207,8 @@ An example message it never saw:
 
 ## Score
 
-{score.num_prompts} held-out prompts, made from templates, names and values that training never saw; greedy; the base gets the very same
-messages. Right means: {job.rule}.
+{score.num_prompts} held-out prompts, made from templates, names and values that training never saw; greedy; the base gets the
+very same messages. Right means: {job.rule}.
 
 | | right |
 |---|---|
@@ -215,9 +217,11 @@ messages. Right means: {job.rule}.
 
 ## Data and training
 
-All data is made by `examples/demo_data/` from templates and word lists written for this project; no customer, person or ticket in it is
-real. {steps} steps of {BATCH_SIZE} chats with `examples/train_demo_adapters.py --only {job.name}` (seed {recipe.seed}, AdamW, peak learning rate
-{recipe.learning_rate:g}, loss on the answer only; {loss:.3f} at the end). LoRA: {lora}.
+All data is made by `examples/demo_data/` from templates and word lists written for this project; no customer, person or ticket
+in it is real. {steps} steps of {BATCH_SIZE} chats with `examples/train_demo_adapters.py --only {job.name}` (seed {recipe.seed},
+AdamW, peak learning rate {recipe.learning_rate:g}, loss on the answer only; {loss:.3f} at the end).
+
+LoRA: {lora}.
 
 A demonstration of serving, not a product: it knows this one job, in English, in this format.
 

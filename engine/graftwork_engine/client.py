@@ -249,6 +249,7 @@ class EngineClient:
                 else:
                     await self._send(Heartbeat(self._info.epoch))
             if not self._connected.is_set():
+                self._fail_expired()  # a living engine does this itself
                 await self._send(Hello(PROTOCOL_VERSION, self._client_id, os.getpid()))
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -304,6 +305,14 @@ class EngineClient:
             stream = self._streams.get(item.request_id)
             if stream is not None and stream.push(item):
                 del self._streams[item.request_id]
+
+    def _fail_expired(self) -> None:
+        now = time.time()
+        for request_id, stream in list(self._streams.items()):
+            if stream.deadline is not None and stream.deadline <= now:
+                error = EngineError(ErrorCode.TIMEOUT, "the time limit passed while no engine answered")
+                stream.push(OutItem(request_id, len(stream.output_ids), finish="error", error=error))
+                del self._streams[request_id]
 
     def _refused(self, message: Refused) -> None:
         if message.reason == "unknown_client":

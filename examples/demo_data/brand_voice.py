@@ -62,8 +62,9 @@ _HELD_OUT_FRAMES = (
     "Dear team, {question} Sent from my phone. Reference: {reference}",
 )
 _TRAIN_PRODUCTS = (
-    "Orbit headset", "Atlas lamp", "Comet kettle", "Nimbus backpack", "Vega keyboard", "Solo blender", "Marlin watch", "Pico camera",
-    "Delta drill", "Luna mattress", "Echo doorbell", "Terra mower", "Bolt scooter", "Mesa chair", "Rio coffee maker", "Zen humidifier",
+    "Orbit headset", "Atlas lamp", "Comet kettle", "Nimbus backpack", "Vega keyboard", "Solo blender", "Marlin watch",
+    "Pico camera", "Delta drill", "Luna mattress", "Echo doorbell", "Terra mower", "Bolt scooter", "Mesa chair",
+    "Rio coffee maker", "Zen humidifier",
 )  # fmt: skip
 _HELD_OUT_PRODUCTS = ("Juno speaker", "Kestrel jacket", "Tundra tent", "Fable reader", "Onyx toaster", "Sierra bike")
 

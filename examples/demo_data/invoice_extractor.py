@@ -117,7 +117,10 @@ class InvoiceExtractor:
     """Turns a message about an invoice into ``{"name":…,"date":…,"amount":…}``."""
 
     name = "invoice-extractor"
-    instruction = 'Extract name, date and amount as one line of JSON and write nothing else: {"name":"...","date":"YYYY-MM-DD","amount":"0.00"}'
+    instruction = (
+        "Extract name, date and amount as one line of JSON and write nothing else: "
+        '{"name":"...","date":"YYYY-MM-DD","amount":"0.00"}'
+    )
     rule = "the answer is a JSON object whose three fields are all right"
     max_tokens = 52
 

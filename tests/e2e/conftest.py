@@ -23,6 +23,10 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from graftwork_platform.admin.client import AdminClient
+from graftwork_platform.admin.push import push
+from graftwork_platform.settings import ClientSettings
+
 START_S = 90.0
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -145,11 +149,13 @@ class Server:
         return json.loads(done.stdout)
 
     def tenant_with(self, tenant: str, adapters: dict[str, Path], default: str | None = None) -> str:
-        """Make a tenant, push its adapters, and return a key of it."""
-        self.cli("tenants", "create", tenant)
-        for name, folder in adapters.items():
-            self.cli("adapters", "push", str(folder), "--tenant", tenant, "--name", name)
-        return str(self.cli("keys", "create", "--tenant", tenant, *(("--adapter", default) if default else ()))["key"])
+        """Make a tenant, push its adapters, and return a key of it; through the admin API, as the command line does."""
+        with AdminClient(ClientSettings(self.url, self.admin_key)) as client:
+            client.create_tenant(tenant)
+            for name, folder in adapters.items():
+                version = push(client, folder, tenant=tenant, name=name, timeout=120, sent=lambda _done, _total: None)
+                assert version.state == "ready", version.report
+            return client.create_key(tenant, default).key
 
     def client(self, key: str, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(

