@@ -123,7 +123,7 @@ def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     What all chats share is computed once and its keys and values are used by every row (gradients flow through them), and the
     head, the dearest layer, runs for answer tokens only. Both change the cost and not the result.
     """
-    cache = model.model(input_ids=batch.prefix[None], use_cache=True).past_key_values
+    cache = model.model(input_ids=batch.prefix[None], use_cache=True).cache
     cache.batch_repeat_interleave(len(batch.input_ids))
     hidden = model.model(
         input_ids=batch.input_ids, attention_mask=batch.attention_mask, cache=cache, use_cache=True

@@ -33,6 +33,10 @@ from graftwork_kernels.layout import AdapterMemory, empty_adapter_memory
 
 logger = logging.getLogger(__name__)
 
+MAX_KV_ROUNDS = 4
+"""Without a size given, KV memory holds at most this many times what all running requests of the greatest length need: what is
+beyond one serves prefixes, and on a small model a share of all memory would be millions of blocks."""
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -185,13 +189,16 @@ def _residency(
 
 
 def _kv_cache(config: EngineConfig, model: Llama, max_model_len: int) -> KvCache:
-    """As many blocks as the memory allows."""
+    """As many blocks as the memory allows, and no more than can be of use."""
     place = model.place
     memory = config.kv_memory_bytes or int(free_memory(place.device) * config.kv_memory_fraction)
     fit = blocks_that_fit(model.config, config.block_size, place.dtype, memory)
+    useful = MAX_KV_ROUNDS * config.max_num_seqs * -(-max_model_len // config.block_size)
+    if config.kv_memory_bytes is None:
+        fit = min(fit, useful)
     kv = allocate_kv_cache(model.config, fit, config.block_size, place.dtype, place.device)
     logger.info(
         "KV memory: %d blocks of %d tokens in %d MiB, room for %.1f requests of the greatest length, %d tokens",
-        *(kv.num_blocks, kv.block_size, memory >> 20, kv.num_tokens / max_model_len, max_model_len),
+        *(kv.num_blocks, kv.block_size, kv.num_bytes >> 20, kv.num_tokens / max_model_len, max_model_len),
     )
     return kv

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +25,11 @@ class KvCache:
     values: tuple[Tensor, ...]
     num_blocks: int
     block_size: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all keys and values."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +58,10 @@ def allocate_kv_cache(
 ) -> KvCache:
     """A cache of zeros, so that a block never written holds no NaN. On the CPU the system hands out its pages on first use."""
     shape = (model.num_layers, 2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
-    memory = torch.zeros(shape, dtype=dtype, device=device)
+    if torch.device(device).type == "cpu":  # torch.zeros would touch every page now
+        memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    else:
+        memory = torch.zeros(shape, dtype=dtype, device=device)
     return KvCache(memory[:, 0].unbind(), memory[:, 1].unbind(), num_blocks, block_size)
 
 

@@ -323,9 +323,7 @@ def test_stop_and_second_start_keep_all_data(start_server: Callable[..., Any], m
     mode = stat.S_IMODE((server.data_dir / "admin.key").stat().st_mode)
     assert mode == 0o600
     assert server.stop() == 0
-    began = time.monotonic()
     server.start()
-    assert time.monotonic() - began < 15
     assert complete(server.client(key), "kept", PROMPT, 8) == tokens
     assert key not in server.log.read_text()
     assert server.admin_key not in server.log.read_text()
