@@ -82,6 +82,7 @@ class TestKeys:
         assert len(set(keys)) == len(keys)
         assert {len(k) for k in keys} == {32}
 
+    @settings(max_examples=60, deadline=None)
     @given(
         tokens=st.lists(st.lists(st.integers(0, 300), max_size=4), max_size=4),
         names=st.sets(st.none() | st.text("ab\x01", max_size=2)),
