@@ -29,6 +29,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Serve and administer LoRA adapters."
 )
 tenants = typer.Typer(no_args_is_help=True, help="Customers.")
+admin_key_commands = typer.Typer(no_args_is_help=True, help="The operator's own key.")
 keys = typer.Typer(no_args_is_help=True, help="Tenants' API keys.")
 adapters = typer.Typer(no_args_is_help=True, help="Tenants' adapters.")
 app.command("serve")(serve)
@@ -36,6 +37,7 @@ app.command("serve")(serve)
 app.add_typer(tenants, name="tenants")
 app.add_typer(keys, name="keys")
 app.add_typer(adapters, name="adapters")
+app.add_typer(admin_key_commands, name="admin-key")
 
 Url = Annotated[str | None, typer.Option("--url", help="Where the server is. [env: GRAFTWORK_URL]")]
 AdminKey = Annotated[str | None, typer.Option("--admin-key", help="The operator's key. [env: GRAFTWORK_ADMIN_KEY]")]
@@ -61,6 +63,14 @@ def list_tenants(url: Url = None, admin_key: AdminKey = None, data_dir: DataDir 
     """All tenants."""
     with _calling(url, admin_key, data_dir, as_json) as client:
         _show_list(client.list_tenants(), ["id", "name"], as_json)
+
+
+@admin_key_commands.command("rotate")
+def rotate_admin_key(url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Make a new admin key, refuse the old one, and put the new one in the server's admin.key."""
+    with _calling(url, admin_key, data_dir, as_json) as client:
+        key = client.rotate_admin_key()
+        _show(key, f"{key.key}\nThe server's admin.key holds it too; the old key is refused from now on.", as_json)
 
 
 @keys.command("create")

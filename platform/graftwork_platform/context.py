@@ -95,6 +95,7 @@ async def running(services: Services) -> AsyncIterator[Services]:
     """
     await services.keys.ensure_admin(lambda text: write_private(services.settings.admin_key_file, text + "\n"))
     await services.keys.load()
+    services.keys.settle_admin_file(services.settings.admin_key_file)
     await services.publisher.start()
     usage = asyncio.create_task(services.usage.run(), name="write usage")
     try:

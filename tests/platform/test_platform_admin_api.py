@@ -42,6 +42,7 @@ def test_the_routes_are_those_of_the_contract(admin: Any) -> None:
     tenant = "/admin/v1/tenants/{tenant}"
     assert sorted(routes(admin)) == sorted(
         [
+            ("POST", "/admin/v1/admin-key/rotate"),
             ("POST", "/admin/v1/tenants"),
             ("GET", "/admin/v1/tenants"),
             ("GET", tenant),

@@ -194,3 +194,28 @@ def test_keys_name_their_default_adapter_and_expiry(admin: Any) -> None:
     assert (key["default_adapter_id"], key["expires_at"]) == (adapter["id"], 4_000_000_000)
     past = admin.call("POST", f"/tenants/{tenant}/keys", json={"expires_at": 1})
     assert (past.status_code, past.json()["error"]["param"]) == (400, "expires_at")
+
+
+def test_a_rotated_admin_key_replaces_the_old_one_at_once(start_admin: StartAdmin) -> None:
+    with start_admin() as admin:
+        file = admin.services.settings.admin_key_file
+        new = admin.call("POST", "/admin-key/rotate").json()["key"]
+        assert file.read_text().strip() == new
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert admin.call("GET", "/tenants").status_code == 401
+        assert admin.call("GET", "/tenants", key=new).status_code == 200
+
+
+def test_a_rotation_that_was_cut_short_is_finished_or_undone(start_admin: StartAdmin) -> None:
+    with start_admin() as admin:
+        file = admin.services.settings.admin_key_file
+        valid = file.read_text()
+    waiting = file.with_name("admin.key.next")
+    waiting.write_text("gw-never-valid\n")
+    with start_admin():
+        assert not waiting.exists()
+        assert file.read_text() == valid
+    file.replace(waiting)
+    with start_admin():
+        assert not waiting.exists()
+        assert file.read_text() == valid

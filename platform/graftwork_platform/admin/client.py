@@ -75,6 +75,10 @@ class AdminClient:
     def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
         self._http.close()
 
+    def rotate_admin_key(self) -> NewKeyOut:
+        """A new admin key; the one this client has is refused from then on."""
+        return self._call(NewKeyOut, "POST", "/admin-key/rotate")
+
     def create_tenant(self, name: str) -> TenantOut:
         """Make a tenant."""
         return self._call(TenantOut, "POST", "/tenants", body={"name": name})

@@ -51,7 +51,7 @@ def admin_router(services: Services) -> APIRouter:
     """All admin routes. Each demands the admin key before the body is read."""
     guarded = _guarded_by(services.keyring)
     router = APIRouter(prefix="/admin/v1")
-    for make in (_tenants, _keys, _adapters, _uploads, _usage):
+    for make in (_admin_key, _tenants, _keys, _adapters, _uploads, _usage):
         router.include_router(make(services, guarded))
     return router
 
@@ -77,6 +77,17 @@ def _tenant_of(services: Services) -> Callable[[str], Awaitable[Tenant]]:
         return await services.tenants.get(tenant)
 
     return tenant_of
+
+
+def _admin_key(services: Services, guarded: type[APIRoute]) -> APIRouter:
+    router = APIRouter(route_class=guarded)
+
+    @router.post("/admin-key/rotate", status_code=201)
+    async def rotate() -> NewKeyOut:
+        row, new = await services.keys.rotate_admin(services.settings.admin_key_file)
+        return NewKeyOut(**key_out(row).model_dump(), key=new.text)
+
+    return router
 
 
 def _tenants(services: Services, guarded: type[APIRoute]) -> APIRouter:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from uuid import UUID
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from graftwork_platform.db import Database
-from graftwork_platform.errors import BadRequest, NotFound
+from graftwork_platform.errors import BadRequest, Forbidden, NotFound, Unauthorized
 from graftwork_platform.ids import show, uuid7
 from graftwork_platform.keys.ring import KeyEntry, KeyRing
 from graftwork_platform.keys.text import NewKey, generate, key_hmac
 from graftwork_platform.models import Adapter, ApiKey, Tenant
 from graftwork_platform.paging import Page, page_of
-from graftwork_platform.secrets import Secrets
+from graftwork_platform.secrets import Secrets, write_private
 
 
 class Keys:
@@ -69,6 +70,42 @@ class Keys:
         if entry is not None:
             self._ring.add(entry)
         return entry is not None
+
+    async def rotate_admin(self, file: Path) -> tuple[ApiKey, NewKey]:
+        """A new admin key in ``file``; every older one is refused from then on.
+
+        Its text waits beside the file until it is valid, so a crash on the way leaves a working key in one of the two
+        (`settle_admin_file` then says which).
+        """
+        new = generate()
+        await asyncio.to_thread(write_private, _next_file(file), new.text + "\n")
+
+        def work(session: Session) -> ApiKey:
+            valid = ApiKey.is_admin & ApiKey.revoked_at.is_(None)
+            session.execute(update(ApiKey).where(valid).values(revoked_at=int(self._now() * 1000)))
+            row = self._row(new, tenant_id=None, default_adapter_id=None, expires_at=None)
+            session.add(row)
+            return row
+
+        async def commit_then_refuse() -> ApiKey:
+            row = await self._database.run_write(work)
+            await self.load()
+            _next_file(file).replace(file)
+            return row
+
+        return await asyncio.shield(commit_then_refuse()), new
+
+    def settle_admin_file(self, file: Path) -> None:
+        """Finish a rotation of the admin key that was cut short, or undo it if its key never became valid. After `load`."""
+        waiting = _next_file(file)
+        if not waiting.exists():
+            return
+        try:
+            self._ring.authenticate_admin(f"Bearer {waiting.read_text().strip()}")
+        except (Unauthorized, Forbidden):
+            waiting.unlink()
+        else:
+            waiting.replace(file)
 
     async def revoke(self, tenant_id: UUID, key_id: UUID) -> ApiKey:
         """Refuse a key from now on; again is no error. Raises `NotFound`."""
@@ -125,6 +162,10 @@ class Keys:
             expires_at=expires_at,
             revoked_at=None,
         )
+
+
+def _next_file(file: Path) -> Path:
+    return file.with_name(f"{file.name}.next")
 
 
 def _adapter_id(session: Session, tenant_id: UUID, name: str) -> UUID:
