@@ -34,7 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int | None = None
     """Prompt and output of one request, in tokens; None: the model's own limit."""
 
-    max_num_batched_tokens: int = 1024
+    max_num_batched_tokens: int = 256
     """Rows of one step, prompt and output tokens together: more of them share one reading of the weights, and each step takes
     longer, which running streams feel as a pause."""
 
