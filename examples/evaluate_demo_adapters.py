@@ -92,10 +92,10 @@ class Endpoint:
 
     def __init__(self, url: str, key: str, concurrency: int) -> None:
         """``url`` is the server's root, without ``/v1``."""
-        import httpx
+        import httpx2
 
         self._concurrency = concurrency
-        self._client = httpx.Client(base_url=url.rstrip("/") + "/v1/", headers={"Authorization": f"Bearer {key}"}, timeout=600)
+        self._client = httpx2.Client(base_url=url.rstrip("/") + "/v1/", headers={"Authorization": f"Bearer {key}"}, timeout=600)
 
     def base_model(self) -> str:
         """The base's name: the server lists it first."""

@@ -218,6 +218,26 @@ def test_stream_survives_a_kill_of_the_engine(server: Any, key: str, adapters: d
     server.wait_ready()
 
 
+def test_killed_api_process_comes_back_and_its_streams_stop(server: Any, key: str) -> None:
+    [api] = server.process_ids("graftwork_platform.serve.api_process")
+    [engine] = server.process_ids("graftwork_engine.process")
+    body = {"model": "plain", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": f"Bearer {key}"}
+    with (
+        httpx2.Client(timeout=60) as client,
+        client.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        os.kill(api, signal.SIGKILL)
+        with pytest.raises(httpx2.HTTPError):
+            list(lines)
+    server.wait_ready()
+    assert server.process_ids("graftwork_engine.process") == [engine], "the engine outlives it"
+    wait_until_idle(server)
+    assert len(complete(server.client(key), "plain", PROMPT, 2)) == 2
+
+
 def test_disconnect_frees_the_engine(server: Any, key: str) -> None:
     body = {"model": "plain", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "temperature": 0}
     headers = {"Authorization": f"Bearer {key}"}
