@@ -35,11 +35,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add to the residual stream and norm the sum.
 
-    Semantics: ``total = x + residual`` in x's type; ``(rms_norm(total, weight, eps), total)``. x and residual float [..., H] of one
-    type. Batch-invariant.
+    Semantics: ``total = x + residual`` in the residual's type; ``(rms_norm(total, weight, eps), total)``, the first cast to x's
+    type before the weight is multiplied. x float [..., H], residual of its type or fp32: a stream of many layers loses what a
+    bf16 sum rounds away. Batch-invariant.
     """
     _check_norm(x, weight)
-    check_dtype("residual", residual, x.dtype)
+    if residual.dtype != torch.float32:
+        check_dtype("residual", residual, x.dtype)
     check_shape("residual", residual, *x.shape)
     return _elementwise.add_rms_norm(x, residual, weight, eps)
 

@@ -132,3 +132,19 @@ def test_a_row_keeps_every_bit_whatever_its_neighbours(dtype):
 def test_a_wrong_argument_is_named(argument, call):
     with pytest.raises(ValueError, match=f"^{argument}:"):
         call()
+
+
+def test_a_wide_residual_keeps_what_bf16_sums_round_away() -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(64, generator=generator).bfloat16()
+    terms = [torch.randn(3, 64, generator=generator).bfloat16() for _ in range(30)]
+    residual = torch.zeros(3, 64)
+    exact = torch.zeros(3, 64, dtype=torch.float64)
+    for term in terms:
+        normed, residual = ops.add_rms_norm(term, residual, weight, 1e-6)
+        exact += term.double()
+    assert residual.dtype == torch.float32
+    assert normed.dtype == torch.bfloat16
+    torch.testing.assert_close(residual.double(), exact, rtol=0, atol=1e-5)
+    expected = (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * weight
+    torch.testing.assert_close(normed, expected, rtol=2**-7, atol=0)

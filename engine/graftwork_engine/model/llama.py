@@ -43,7 +43,7 @@ class Llama:
     def hidden_states(self, token_ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         """int64 [T] → [T, H], normed for the head; writes each row's keys and values into ``kv``."""
         hidden = self.embed_tokens(token_ids)
-        residual = torch.zeros_like(hidden)
+        residual = torch.zeros_like(hidden, dtype=torch.float32)  # every layer adds to it: bf16 would round each time
         for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
             hidden, residual = layer(hidden, residual, batch, keys, values)
         hidden, _ = self.norm.add(hidden, residual)
