@@ -198,6 +198,14 @@ def _children(plan: ServePlan, endpoint: str, listener: socket.socket) -> list[C
     ]
 
 
+def _own_command() -> str:
+    """How the user calls this program again from where it was started."""
+    called = Path(sys.argv[0]).absolute()
+    if called.name != "graftwork":
+        return f"{sys.executable} -m graftwork_platform.cli"
+    return str(called.relative_to(Path.cwd())) if called.is_relative_to(Path.cwd()) else str(called)
+
+
 class _Greeter(threading.Thread):
     """Waits until the server is ready, plants the seed, and tells the user where everything is."""
 
@@ -251,7 +259,7 @@ class _Greeter(threading.Thread):
             f"Graftwork serves {settings.base_name} at {self._url}",
             f"  admin key     {settings.admin_key_file}",
             *([f"  tenants' keys {keys_dir}/"] if keys_dir is not None else []),
-            f"  administer    GRAFTWORK_URL={self._url} graftwork tenants list --data-dir {settings.data_dir}",
+            f"  administer    {_own_command()} tenants list --url {self._url} --data-dir {settings.data_dir}",
             "  stop          Ctrl-C",
             *(["", "Try it:", "", curl] if curl else []),
             "",
