@@ -93,8 +93,9 @@ types: setup-dev ## mypy, strict
 arch: setup-dev ## who may import whom
 	$(BIN)/lint-imports
 
-bench: setup base ## list the benchmarks
-	@ls benchmarks/*.py
+bench: setup ## measure a server that `make serve` started: one stream, then eight over base and adapters
+	for load in "--models default --requests 4 --concurrency 1" "--models default,SmolLM2-135M-Instruct --requests 16 --concurrency 8"; do \
+	  $(PY) benchmarks/load.py --url http://127.0.0.1:$(PORT) --key "$$(cat "$(DATA_DIR)/demo/acme-support.key")" --output 32 $$load; done
 
 train-demo: setup base ## train the demo adapters again (minutes to an hour, by processor)
 	$(PY) examples/train_demo_adapters.py "$(BASE)"

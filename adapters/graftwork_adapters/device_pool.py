@@ -10,13 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from graftwork_adapters.base_spec import BaseSpec
 from graftwork_adapters.errors import BlobCorrupt
 from graftwork_adapters.fetcher import HostAdapter
 from graftwork_adapters.keys import RowTypeName
 from graftwork_adapters.packed import ABSENT, ROW_ALIGNMENT, PackedIndex
-from graftwork_adapters.page_table import PageLayout, PageTable, Placement, plan_pages
-from graftwork_adapters.tensor_values import row_size
+from graftwork_adapters.page_table import PageLayout, PageTable, Placement, page_size, plan_pages, row_numbers
 
 NUM_SITE_FIELDS = 6
 """Columns of a site record: first A row, first B row, rank, row type, scale row, bias row."""
@@ -25,14 +23,6 @@ ROW_TYPE_CODE: dict[RowTypeName, int] = {"bfloat16": 0, "float32": 1, "int8": 2,
 """The row type column; the kernels' own `RowType` (a test holds the two together)."""
 
 _NO_SITE = (ABSENT, ABSENT, 0, ABSENT, ABSENT, ABSENT)
-
-
-def longest_row_bytes(base: BaseSpec, row_type: RowTypeName) -> int:
-    """Bytes of the longest row that an adapter of ``base`` can have: of A, of B, or of an fp32 scale or bias."""
-    return max(
-        max(row_size(row_type, max(site.in_features, site.out_features)), row_size("float32", site.out_features))
-        for site in base.sites
-    )
 
 
 class PoolTensors(NamedTuple):
@@ -67,11 +57,11 @@ class DevicePool:
         max_adapters: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.page_bytes = -(-max(page_bytes, max_row_bytes) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        self.page_bytes = page_size(page_bytes, max_row_bytes)
         num_pages = pool_bytes // self.page_bytes
         self.table = PageTable(
             num_pages,
-            pool_bytes // 128 if max_rows is None else max_rows,
+            row_numbers(pool_bytes) if max_rows is None else max_rows,
             min(num_pages, 1024) if max_adapters is None else max_adapters,
         )
         self._num_sites = num_sites
@@ -106,7 +96,7 @@ class DevicePool:
         """
         _check_index(index, self._num_sites)
         layout = plan_pages(index.row_bytes, self.page_bytes)
-        self.table.check_fits(index.key, layout, self.page_bytes)
+        self.table.check_fits(f"adapter {index.key}", layout, self.page_bytes)
         return layout
 
     def place(self, layout: PageLayout) -> Placement | None:

@@ -9,6 +9,7 @@ AdapterError
 │   ├── UnsupportedStore a store URL that this version has no driver for
 │   └── StoreUnavailable it does not answer, or the disk is full
 ├── AdapterTooLarge      it can never fit the memory it is meant for
+├── PatternTooSlow       an upload's regular expressions took more time than they may; names the config field
 └── UnsupportedBase      the base model's files do not describe a decoder that adapters can attach to
 """
 
@@ -56,6 +57,14 @@ class StoreUnavailable(StoreError):
 
 class AdapterTooLarge(AdapterError):
     """An adapter larger than the memory it is meant for can ever be."""
+
+
+class PatternTooSlow(AdapterError):
+    """An upload's regular expressions used up their budget while that of config field ``field`` ran."""
+
+    def __init__(self, field: str, seconds: float) -> None:
+        self.field = field
+        super().__init__(f"the upload's patterns took more than {seconds:g} s of processor time, the last of them in {field}")
 
 
 class UnsupportedBase(AdapterError):

@@ -41,6 +41,14 @@ def pack(
     return index, rows
 
 
+def longest_row_bytes(base: BaseSpec, row_type: RowTypeName) -> int:
+    """Bytes of the longest row that an adapter of ``base`` can have: of A, of B, or of an fp32 scale or bias."""
+    return max(
+        max(row_size(row_type, max(site.in_features, site.out_features)), row_size("float32", site.out_features))
+        for site in base.sites
+    )
+
+
 def fold_scale(b: Matrix, scale: float) -> Matrix:
     """B with the adapter's scale in it: the one place where scale is applied. fp32 in, fp32 out."""
     return b * np.float32(scale)

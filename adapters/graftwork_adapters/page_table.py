@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graftwork_adapters.errors import AdapterTooLarge
+from graftwork_adapters.packed import ROW_ALIGNMENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,16 @@ def plan_pages(row_bytes: npt.NDArray[np.int64], page_bytes: int) -> PageLayout:
     return PageLayout(row_page, ends - row_bytes - page_starts[row_page], tuple(runs))
 
 
+def page_size(page_bytes: int, max_row_bytes: int) -> int:
+    """Bytes of a page: what is asked for, but never less than the longest row, and a multiple of `ROW_ALIGNMENT`."""
+    return -(-max(page_bytes, max_row_bytes) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def row_numbers(pool_bytes: int) -> int:
+    """Row numbers that a pool has unless told otherwise: one per 128 bytes."""
+    return pool_bytes // 128
+
+
 class PageTable:
     """Free pages, free row numbers and free indices of a device pool."""
 
@@ -80,15 +91,15 @@ class PageTable:
         """Pages that no adapter has."""
         return len(self._free_pages)
 
-    def check_fits(self, key: str, layout: PageLayout, page_bytes: int) -> None:
-        """Raise `AdapterTooLarge` if the adapter could not be placed even with all others gone."""
+    def check_fits(self, name: str, layout: PageLayout, page_bytes: int) -> None:
+        """Raise `AdapterTooLarge`, its message opening with ``name``, if it could not be placed even with all others gone."""
         if layout.num_pages > self.num_pages:
             needed, there = layout.num_pages * page_bytes, self.num_pages * page_bytes
-            raise AdapterTooLarge(f"adapter {key} needs {needed} bytes of adapter memory, there are {there}")
+            raise AdapterTooLarge(f"{name} needs {needed} bytes in {layout.num_pages} pages of adapter memory, there are {there}")
         if layout.num_rows > self.max_rows:
-            raise AdapterTooLarge(f"adapter {key} has {layout.num_rows} rows, adapter memory has room for {self.max_rows}")
+            raise AdapterTooLarge(f"{name} has {layout.num_rows} rows, adapter memory has room for {self.max_rows}")
         if not self.max_adapters:
-            raise AdapterTooLarge(f"adapter {key} needs adapter memory, there is room for 0 adapters")
+            raise AdapterTooLarge(f"{name} needs adapter memory, there is room for 0 adapters")
 
     def place(self, layout: PageLayout) -> Placement | None:
         """Take what the adapter needs, its row numbers as one interval (first fit); None, with nothing taken, if it lacks room."""

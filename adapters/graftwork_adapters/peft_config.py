@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from graftwork_adapters.errors import PatternTooSlow
+from graftwork_adapters.pattern_budget import Pattern, PatternBudget
 from graftwork_adapters.report import Report
 from graftwork_adapters.safetensors_header import shown
 
@@ -87,45 +89,49 @@ _MAX_ALPHA = 1e30
 # PEFT's own expressions around what a config holds.
 _PATTERN_KEY = r"(.*\.)?({})$"
 _LAYERS_PATTERN = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
-_ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
+_ANY_LAYER = Pattern("layers_to_transform", r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The part of `adapter_config.json` that decides the output. A string among the module fields is a regular expression."""
+    """The part of `adapter_config.json` that decides the output.
+
+    Patterns run within ``budget``: what matches modules may raise `PatternTooSlow`.
+    """
 
     r: int
     lora_alpha: float
     use_rslora: bool
-    rank_pattern: tuple[tuple[str, int], ...]
-    alpha_pattern: tuple[tuple[str, float], ...]
-    target_modules: tuple[str, ...] | str
-    exclude_modules: tuple[str, ...] | str
-    layers_to_transform: tuple[int, ...]
-    layers_pattern: tuple[str, ...]
+    rank_pattern: tuple[tuple[Pattern, int], ...]
+    alpha_pattern: tuple[tuple[Pattern, float], ...]
+    target_modules: frozenset[str] | Pattern
+    exclude_modules: frozenset[str] | Pattern
+    layers_to_transform: frozenset[int]
+    layers_pattern: tuple[Pattern, ...]
     base_name: str | None
+    budget: PatternBudget = field(compare=False, repr=False)
 
     def rank_of(self, module: str) -> int:
         """The rank PEFT gives ``module``: that of the first pattern that matches."""
-        return _first_match(self.rank_pattern, module, self.r)
+        return self._first_match(self.rank_pattern, module, self.r)
 
     def alpha_of(self, module: str) -> float:
         """The alpha PEFT gives ``module``."""
-        return _first_match(self.alpha_pattern, module, self.lora_alpha)
+        return self._first_match(self.alpha_pattern, module, self.lora_alpha)
 
     def selects(self, module: str) -> bool:
         """True if PEFT would adapt ``module`` on account of this config alone."""
-        if isinstance(self.exclude_modules, str):
-            if self.exclude_modules and re.fullmatch(self.exclude_modules, module):
+        if isinstance(self.exclude_modules, Pattern):
+            if self.exclude_modules.regex and self.budget.first_match([self.exclude_modules], module, full=True):
                 return False
         elif _is_listed(self.exclude_modules, module):
             return False
-        if isinstance(self.target_modules, str):
-            if self.target_modules.lower() == _ALL_LINEAR:
+        if isinstance(self.target_modules, Pattern):
+            if self.target_modules.regex.lower() == _ALL_LINEAR:
                 return module not in ("lm_head", "model.embed_tokens")
-            return re.fullmatch(self.target_modules, module) is not None
+            return self.budget.first_match([self.target_modules], module, full=True) is not None
         if module in self.target_modules:
             return True
         return _is_listed(self.target_modules, module) and self._selects_layer(module)
@@ -133,13 +139,15 @@ class PeftConfig:
     def _selects_layer(self, module: str) -> bool:
         if not self.layers_to_transform:
             return True
-        patterns = [_LAYERS_PATTERN.format(pattern) for pattern in self.layers_pattern] or [_ANY_LAYER]
-        matches = (re.match(pattern, module) for pattern in patterns)
-        match = next((match for match in matches if match), None)
-        return match is not None and int(match["idx"]) in self.layers_to_transform
+        found = self.budget.first_match(self.layers_pattern or [_ANY_LAYER], module)
+        return found is not None and int(found[1]["idx"]) in self.layers_to_transform
+
+    def _first_match(self, patterns: tuple[tuple[Pattern, _T], ...], module: str, default: _T) -> _T:
+        found = self.budget.first_match([pattern for pattern, _ in patterns], module)
+        return default if found is None else patterns[found[0]][1]
 
 
-def read_peft_config(path: Path, report: Report, max_bytes: int) -> PeftConfig | None:
+def read_peft_config(path: Path, report: Report, max_bytes: int, pattern_seconds: float) -> PeftConfig | None:
     """Read ``path``, adding a finding for every field that is malformed or not served.
 
     Returns what the served fields say, so that the tensors can be checked against it even where another field was refused; None
@@ -154,27 +162,37 @@ def read_peft_config(path: Path, report: Report, max_bytes: int) -> PeftConfig |
         r=reader.rank("r", raw.get("r", 8)),
         lora_alpha=reader.number("lora_alpha", raw.get("lora_alpha", 8)),
         use_rslora=reader.flag("use_rslora"),
-        rank_pattern=tuple((key, reader.rank(f"rank_pattern[{shown(key)}]", v)) for key, v in reader.pattern("rank_pattern")),
-        alpha_pattern=tuple((key, reader.number(f"alpha_pattern[{shown(key)}]", v)) for key, v in reader.pattern("alpha_pattern")),
+        rank_pattern=tuple((key, reader.rank(key.field, value)) for key, value in reader.pattern("rank_pattern")),
+        alpha_pattern=tuple((key, reader.number(key.field, value)) for key, value in reader.pattern("alpha_pattern")),
         target_modules=reader.modules("target_modules", _DEFAULT_TARGETS),
         exclude_modules=reader.modules("exclude_modules", ()),
         layers_to_transform=reader.layers("layers_to_transform"),
         layers_pattern=reader.layer_patterns("layers_pattern"),
         base_name=reader.text("base_model_name_or_path"),
+        budget=PatternBudget(pattern_seconds),
     )
     _check_combinations(config, raw, reader)
+    try:
+        _check_patterns(config, reader)
+    except PatternTooSlow as error:
+        report_slow_pattern(error, report)
+        return None
     if reader.failed:
         return None
     report.passed("config", "adapter_config.json is readable", path.name)
     return config
 
 
-def _first_match(patterns: tuple[tuple[str, _T], ...], module: str, default: _T) -> _T:
-    return next((value for key, value in patterns if re.match(_PATTERN_KEY.format(key), module)), default)
+def report_slow_pattern(error: PatternTooSlow, report: Report) -> None:
+    """The finding that ``error`` is."""
+    fix = "list the modules by name, or write an expression in which nothing repeated is repeated again"
+    report.fail("config", error.field, str(error), fix)
 
 
-def _is_listed(names: tuple[str, ...], module: str) -> bool:
-    return any(module == name or module.endswith(f".{name}") for name in names)
+def _is_listed(names: frozenset[str], module: str) -> bool:
+    """True if a name is ``module`` or what follows one of its dots."""
+    parts = module.split(".")
+    return any(".".join(parts[start:]) in names for start in range(len(parts)))
 
 
 def _read_object(path: Path, report: Report, max_bytes: int) -> dict[str, object] | None:
@@ -218,21 +236,23 @@ def _refuse_unserved(raw: dict[str, object], report: Report) -> None:
 
 def _check_combinations(config: PeftConfig, raw: dict[str, object], reader: _FieldReader) -> None:
     """What PEFT itself refuses to load."""
-    if isinstance(config.target_modules, str):
+    if isinstance(config.target_modules, Pattern):
         for name in ("layers_to_transform", "layers_pattern"):
             if raw.get(name) is not None:
                 reader.fail(name, "cannot be used when target_modules is a string")
     elif config.layers_pattern and raw.get("layers_to_transform") is None:
         reader.fail("layers_pattern", "needs layers_to_transform")
-    for name, value in (("target_modules", config.target_modules), ("exclude_modules", config.exclude_modules)):
-        if isinstance(value, str):
-            reader.check_regex(name, value)
-    for key, _ in config.rank_pattern:
-        reader.check_regex(f"rank_pattern[{shown(key)}]", _PATTERN_KEY.format(key))
-    for key, _ in config.alpha_pattern:
-        reader.check_regex(f"alpha_pattern[{shown(key)}]", _PATTERN_KEY.format(key))
-    for pattern in config.layers_pattern:
-        reader.check_regex(f"layers_pattern[{shown(pattern)}]", _LAYERS_PATTERN.format(pattern))
+
+
+def _check_patterns(config: PeftConfig, reader: _FieldReader) -> None:
+    """A finding for every pattern that is not a regular expression. Raises `PatternTooSlow`."""
+    modules = [value for value in (config.target_modules, config.exclude_modules) if isinstance(value, Pattern)]
+    keys = [key for key, _ in (*config.rank_pattern, *config.alpha_pattern)]
+    for pattern in (*modules, *keys, *config.layers_pattern):
+        try:
+            config.budget.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            reader.fail(pattern.field, f"is not a regular expression: {shown(str(error))}")
 
 
 def _brief(value: object) -> str:
@@ -250,12 +270,6 @@ class _FieldReader:
     def fail(self, name: str, message: str) -> None:
         self._report.fail("config", name, message)
         self.failed = True
-
-    def check_regex(self, name: str, pattern: str) -> None:
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            self.fail(name, f"is not a regular expression: {shown(str(error))}")
 
     def rank(self, name: str, value: object) -> int:
         if type(value) is int and 0 < value < 1 << 31:
@@ -283,38 +297,40 @@ class _FieldReader:
         self.fail(name, f"is {_brief(value)}, not a string")
         return None
 
-    def pattern(self, name: str) -> list[tuple[str, object]]:
+    def pattern(self, name: str) -> list[tuple[Pattern, object]]:
         value = self._raw.get(name)
         if value is None:
             return []
         if isinstance(value, dict):
-            return list(value.items())
+            return [(Pattern(f"{name}[{shown(key)}]", _PATTERN_KEY.format(key)), item) for key, item in value.items()]
         self.fail(name, f"is {_brief(value)}, not an object")
         return []
 
-    def modules(self, name: str, default: tuple[str, ...]) -> tuple[str, ...] | str:
+    def modules(self, name: str, default: tuple[str, ...]) -> frozenset[str] | Pattern:
+        """A list of names, or, where PEFT takes it for one, a regular expression."""
         value = self._raw.get(name)
         if value is None:
-            return default
+            return frozenset(default)
         if isinstance(value, str):
-            return value
-        return self._strings(name, value)
+            return Pattern(name, value)
+        return frozenset(self._strings(name, value))
 
-    def layer_patterns(self, name: str) -> tuple[str, ...]:
+    def layer_patterns(self, name: str) -> tuple[Pattern, ...]:
         value = self._raw.get(name)
         if not value:
             return ()
-        return (value,) if isinstance(value, str) else self._strings(name, value)
+        names = (value,) if isinstance(value, str) else self._strings(name, value)
+        return tuple(Pattern(f"{name}[{shown(item)}]", _LAYERS_PATTERN.format(item)) for item in names)
 
-    def layers(self, name: str) -> tuple[int, ...]:
+    def layers(self, name: str) -> frozenset[int]:
         value = self._raw.get(name)
         if value is None:
-            return ()
+            return frozenset()
         items = value if isinstance(value, list) else [value]
         if all(type(item) is int for item in items):
-            return tuple(items)
+            return frozenset(items)
         self.fail(name, f"is {_brief(value)}, not a layer number or a list of them")
-        return ()
+        return frozenset()
 
     def _strings(self, name: str, value: object) -> tuple[str, ...]:
         if isinstance(value, list) and all(isinstance(item, str) for item in value):

@@ -10,13 +10,14 @@ import numpy as np
 
 from graftwork_adapters.base_spec import BaseSpec
 from graftwork_adapters.digest import adapter_digest
-from graftwork_adapters.errors import InvalidSafetensors
+from graftwork_adapters.errors import AdapterTooLarge, InvalidSafetensors, PatternTooSlow
 from graftwork_adapters.keys import AdapterDigest
 from graftwork_adapters.lora_tensors import SERVED_DTYPES, LoraPair, match_tensors
-from graftwork_adapters.pack import fold_scale, pack
-from graftwork_adapters.packed import write_packed
-from graftwork_adapters.peft_config import PeftConfig, read_peft_config
-from graftwork_adapters.publish_job import Limits, PublishJob, PublishResult
+from graftwork_adapters.pack import fold_scale, longest_row_bytes, pack
+from graftwork_adapters.packed import PackedIndex, write_packed
+from graftwork_adapters.page_table import PageTable, page_size, plan_pages, row_numbers
+from graftwork_adapters.peft_config import PeftConfig, read_peft_config, report_slow_pattern
+from graftwork_adapters.publish_job import MEMORY_CHECK, Limits, PublishJob, PublishResult
 from graftwork_adapters.report import Report
 from graftwork_adapters.safetensors_header import SafetensorsHeader, read_header, shown
 from graftwork_adapters.tensor_values import BF16_MAX, Matrix, read_fp32
@@ -43,14 +44,14 @@ def validate(upload_dir: Path, spec: BaseSpec, limits: Limits) -> Validation:
     files = list_upload(upload_dir, limits, report)
     config = header = None
     if files.has_config:
-        config = read_peft_config(upload_dir / CONFIG_FILE, report, limits.max_config_bytes)
+        config = read_peft_config(upload_dir / CONFIG_FILE, report, limits.max_config_bytes, limits.pattern_seconds)
     if config is not None:
         _check_base_name(config, spec, limits, report)
     if files.has_weights:
         header = _read_weights_header(upload_dir / WEIGHTS_FILE, limits, report)
     if header is None:
         return Validation(report, files)
-    pairs = match_tensors(header, config, spec, limits, report)
+    pairs = _match(header, config, spec, limits, report)
     _check_values(upload_dir / WEIGHTS_FILE, header, pairs, report)
     if not report.ok:
         return Validation(report, files, pairs)
@@ -67,6 +68,9 @@ def publish(job: PublishJob) -> PublishResult:
     if digest is None or not report.ok:
         return PublishResult(ok=False, report=report)
     index, rows = pack(job.upload_dir / WEIGHTS_FILE, validation.pairs, job.spec, digest, job.row_type)
+    _check_memory(index, job, report)
+    if not report.ok:
+        return PublishResult(ok=False, report=report)
     write_packed(job.partial_path, index, rows)
     job.partial_path.replace(job.out_path)
     report.passed("packed", f"{index.num_bytes} bytes of {job.row_type} rows")
@@ -90,6 +94,36 @@ def _read_weights_header(path: Path, limits: Limits, report: Report) -> Safetens
         return None
     report.passed("header", f"{len(header.tensors)} tensors cover the file exactly", path.name)
     return header
+
+
+def _match(
+    header: SafetensorsHeader, config: PeftConfig | None, spec: BaseSpec, limits: Limits, report: Report
+) -> tuple[LoraPair, ...]:
+    """`match_tensors`; where the config's patterns take too long, that is a finding and the tensors are checked without it."""
+    attempt = Report()
+    try:
+        pairs = match_tensors(header, config, spec, limits, attempt)
+    except PatternTooSlow as error:
+        report_slow_pattern(error, report)
+        return match_tensors(header, None, spec, limits, report)
+    report.findings += attempt.findings
+    return pairs
+
+
+def _check_memory(index: PackedIndex, job: PublishJob, report: Report) -> None:
+    """Refuse what the server could never load, by the rules that its engine loads by."""
+    memory = job.limits.memory
+    if memory is None:
+        return
+    page_bytes = page_size(memory.page_bytes, longest_row_bytes(job.spec, job.row_type))
+    table = PageTable(memory.pool_bytes // page_bytes, row_numbers(memory.pool_bytes), 1)
+    try:
+        table.check_fits("it", plan_pages(index.row_bytes, page_bytes), page_bytes)
+    except AdapterTooLarge as error:
+        report.fail(MEMORY_CHECK, None, str(error), "lower the rank, or raise the server's --adapter-memory")
+    if index.num_bytes > memory.host_bytes:
+        message = f"it needs {index.num_bytes} bytes of host memory, adapters may use {memory.host_bytes}"
+        report.fail(MEMORY_CHECK, None, message, "lower the rank, or raise the server's --adapter-host-memory")
 
 
 def _check_base_name(config: PeftConfig, spec: BaseSpec, limits: Limits, report: Report) -> None:
@@ -122,6 +156,11 @@ def _check_values(weights: Path, header: SafetensorsHeader, pairs: Sequence[Lora
                 if entry.name in largest and np.abs(fold_scale(largest[entry.name], scale)) > BF16_MAX:
                     problems.append((shown(entry.name), f"holds values too large for bfloat16 (its scale is {scale:g})"))
     report.fail_each("values", problems, "train again with a lower learning rate; do not save after a diverged step")
+    unscaled = [pair.site.module for pair in pairs if not np.float32(pair.scale)]
+    if unscaled:
+        names = ", ".join(unscaled[:5]) + (", …" if len(unscaled) > 5 else "")
+        message = f"{len(unscaled)} of {len(pairs)} modules have a scale of 0 and change nothing: {names}"
+        report.warn("values", "lora_alpha", message, "set lora_alpha and alpha_pattern to what the adapter was trained with")
     zero = [pair.b.name for pair in pairs if pair.b.name in largest and not largest[pair.b.name].any()]
     if zero:
         names = ", ".join(shown(name) for name in zero[:5]) + (", …" if len(zero) > 5 else "")

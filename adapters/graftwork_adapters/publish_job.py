@@ -15,9 +15,26 @@ OUT_OF_MEMORY_EXIT = 75
 """Exit status of a publishing process whose allocation was refused."""
 
 
+MEMORY_CHECK = "memory"
+"""The check that refuses an adapter which the server's memory can never hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingMemory:
+    """The adapter memory of the server that is to serve an upload, in bytes: device pool, its page as configured, host cache."""
+
+    pool_bytes: int
+    page_bytes: int
+    host_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large an upload may be, and whether it must name the base it is served on."""
+    """How large an upload may be, and whether it must name the base it is served on.
+
+    ``pattern_seconds`` of processor time is for all of the upload's regular expressions. ``memory`` is what the packed form must
+    fit; None if nothing is known of it.
+    """
 
     max_rank: int = 256
     max_upload_bytes: int = 1 << 30
@@ -25,6 +42,8 @@ class Limits:
     max_header_bytes: int = 16 << 20
     max_config_bytes: int = 1 << 20
     require_base_name: bool = False
+    pattern_seconds: float = 3.0
+    memory: ServingMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)

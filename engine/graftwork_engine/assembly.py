@@ -15,6 +15,7 @@ from graftwork_adapters.device_pool import DevicePool
 from graftwork_adapters.errors import AdapterError, UnsupportedBase
 from graftwork_adapters.fetcher import Fetcher
 from graftwork_adapters.folder_store import open_store
+from graftwork_adapters.pack import longest_row_bytes
 from graftwork_adapters.residency import AdapterResidency
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.core import EngineCore
@@ -170,7 +171,7 @@ def _residency(
     """Adapter memory and the way into it; None without a store."""
     if config.store_url is None or config.cache_dir is None:
         return None
-    longest_row = max(max(site.in_features, site.out_features) for site in spec.sites) * torch.float32.itemsize
+    longest_row = longest_row_bytes(spec, config.dtype)
     try:
         fetcher = Fetcher(open_store(config.store_url), Path(config.cache_dir) / "packed", config.adapter_disk_bytes)
     except AdapterError as error:

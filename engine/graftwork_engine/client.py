@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.2
 SILENCE_S = 10.0
-"""An engine not heard for this long is taken for dead, where its process cannot be watched or has hung."""
+"""An engine not heard for this long is taken for dead, where its process cannot be watched."""
 MAX_CRASHES = 2
 """A request that was running in this many crashes of the engine is given up."""
 
@@ -147,7 +147,7 @@ class EngineClient:
     @property
     def healthy(self) -> bool:
         """True while an engine answers."""
-        return self._connected.is_set()
+        return self._connected.is_set() and asyncio.get_running_loop().time() - self._last_heard < SILENCE_S
 
     @property
     def stats(self) -> Mapping[str, float]:
@@ -165,19 +165,24 @@ class EngineClient:
         self._beater = asyncio.create_task(self._beat(), name="engine-beat")
 
     async def close(self) -> None:
-        """Abort what runs, end every stream with ``finish`` abort, and leave."""
-        for request_id, stream in list(self._streams.items()):
-            await self._send_if_connected(Abort(request_id, len(stream.output_ids)))
-            stream.push(OutItem(request_id, len(stream.output_ids), finish="abort"))
-        self._streams.clear()
+        """End every stream and leave."""
+        await self.end_streams()
         tasks = [task for task in (self._reader, self._beater) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._forget_engine()
-        if self._socket is not None:
-            self._socket.close(linger=200)
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close(linger=200)
         self._context.term()
+
+    async def end_streams(self) -> None:
+        """Abort what runs: every stream ends with ``finish`` abort."""
+        streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
+            stream.push(OutItem(request_id, len(stream.output_ids), finish="abort"))
+            await self._send_if_connected(Abort(request_id, len(stream.output_ids)))
 
     async def wait_ready(self, timeout_s: float) -> Ready:
         """Wait for an engine; raises `EngineUnavailable` after ``timeout_s``, or at once when the engine is of another version."""
@@ -228,23 +233,30 @@ class EngineClient:
     # Sending
 
     async def _submit(self, stream: _Stream) -> None:
-        if self._info is not None and self.healthy:
+        if self._info is not None and self._connected.is_set():
             stream.epoch = self._info.epoch
             await self._send(stream.as_add(self._info.epoch))
 
     async def _send(self, message: ToEngine) -> None:
-        if self._socket is not None:
-            await self._socket.send(encode(message))
+        """Send to the engine of the moment. What was meant for one that is being given up is lost, as it would be with it."""
+        socket = self._socket
+        if socket is None:
+            return
+        try:
+            await socket.send(encode(message))
+        except zmq.ZMQError:
+            if socket is self._socket:
+                raise
 
     async def _send_if_connected(self, message: ToEngine) -> None:
-        if self.healthy:
+        if self._connected.is_set():
             await self._send(message)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             if self._connected.is_set() and self._info is not None:
-                if loop.time() - self._last_heard > SILENCE_S:
+                if self._process_handle is None and loop.time() - self._last_heard > SILENCE_S:
                     self._lose_engine(f"it was silent for {SILENCE_S:.0f} s")
                 else:
                     await self._send(Heartbeat(self._info.epoch))
@@ -281,7 +293,7 @@ class EngineClient:
         if isinstance(message, Refused):
             self._refused(message)
             return
-        if self._info is None or not self.healthy or message.epoch != self._info.epoch:
+        if self._info is None or not self._connected.is_set() or message.epoch != self._info.epoch:
             return  # the last words of an engine we have given up
         match message:
             case Out():
@@ -323,7 +335,7 @@ class EngineClient:
 
     async def _meet(self, ready: Ready) -> None:
         """An engine answered our Hello: resume every stream that it does not know."""
-        if self.healthy:
+        if self._connected.is_set():
             return  # a second answer to a repeated Hello
         if self._info is not None and ready.epoch != self._info.epoch:
             self.restarts += 1

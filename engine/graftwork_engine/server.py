@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.2
 SILENCE_S = 10.0
-"""A client not heard for this long is taken for dead, where its process cannot be watched or has hung."""
+"""A client not heard for this long is taken for dead, where its process cannot be watched; one that can be is merely busy."""
 
 Incoming = Add | Abort
 Outgoing = Running | Out | Stats
@@ -149,7 +149,7 @@ class _SocketLoop:
 
     def _beat(self, now: float) -> None:
         for session in self._sessions:
-            if now - session.last_heard > SILENCE_S:
+            if session.process_handle is None and now - session.last_heard > SILENCE_S:
                 self._close(session, f"it was silent for {SILENCE_S:.0f} s")
             else:
                 self._send(session.identity, Heartbeat(self._ready.epoch))

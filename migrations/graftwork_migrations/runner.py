@@ -14,7 +14,7 @@ from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
-from graftwork_platform.db import BUSY_TIMEOUT_MS, check_url, sqlite_path
+from graftwork_platform.db import BUSY_TIMEOUT_MS, check_url, make_private, sqlite_path
 
 HEAD = "head"
 BASE = "base"
@@ -85,6 +85,7 @@ def _connect(database_url: str, *, writes: bool = True) -> Iterator[Connection]:
     """
     url = check_url(database_url)
     sqlite_path(url).parent.mkdir(parents=True, exist_ok=True)
+    make_private(sqlite_path(url))
     engine = create_engine(url, poolclass=NullPool)
 
     @event.listens_for(engine, "connect")

@@ -31,7 +31,7 @@ def create_app(services: Services, engine: Engine, text: ModelText) -> FastAPI:
             await stack.enter_async_context(engine)
             yield
 
-    app = FastAPI(title="Graftwork", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Graftwork", lifespan=lifespan, openapi_url=None)
     install_error_handlers(app)
     metrics = Metrics(lambda: engine.stats)
     app.include_router(inference_router(_inference(services, engine, text, metrics)))

@@ -33,7 +33,6 @@ admin_key_commands = typer.Typer(no_args_is_help=True, help="The operator's own 
 keys = typer.Typer(no_args_is_help=True, help="Tenants' API keys.")
 adapters = typer.Typer(no_args_is_help=True, help="Tenants' adapters.")
 app.command("serve")(serve)
-app.command("serve")(serve)
 app.add_typer(tenants, name="tenants")
 app.add_typer(keys, name="keys")
 app.add_typer(adapters, name="adapters")
@@ -171,8 +170,13 @@ def doctor(url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None
 
 
 def main() -> None:
-    """The ``graftwork`` command."""
-    app()
+    """The ``graftwork`` command. With ``--json`` a command line that makes no sense is told as JSON too, with exit status 2."""
+    try:
+        code = app(standalone_mode="--json" not in sys.argv)  # standalone, it tells of such mistakes itself, for people
+    except typer.TyperException as error:
+        _print_json({"error": {"message": error.format_message(), "code": "usage", "param": None, "fix": "Give --help."}})
+        code = error.exit_code
+    sys.exit(code)
 
 
 @contextmanager
@@ -216,7 +220,7 @@ def _show_verdict(name: str, version: VersionOut, as_json: bool) -> None:
         return
     console = Console()
     console.print(_report_table(version.report))
-    console.print(f"{name}@{version.version} is ready." if version.version else f"{name} was refused: nothing changed.")
+    console.print(f"{name}@{version.version} is ready." if version.version else f"{name} was refused; no version was published.")
 
 
 def _report_table(findings: Sequence[dict[str, str | None]]) -> Table:

@@ -7,6 +7,7 @@ SQLite runs in WAL mode with ``synchronous=FULL``: a commit that has returned su
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ class Database:
     def __init__(self, url: str, *, readers: int = 2) -> None:
         """``readers`` connections at most are open for reading, and one for writing."""
         self.url = check_url(url)
+        make_private(sqlite_path(self.url))
         self._readers = _engine(self.url, size=readers, writes=False)
         self._writer = _engine(self.url, size=1, writes=True)
         self._reader_threads = ThreadPoolExecutor(readers, thread_name_prefix="db-read")
@@ -86,16 +88,33 @@ class Database:
 
 
 def check_url(url: str) -> URL:
-    """The parsed URL; raises `UnsupportedDatabase` unless it is a SQLite file."""
+    """The parsed URL; raises `UnsupportedDatabase` unless it is a SQLite file and its path has ``%3F`` for ``?``."""
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database == ":memory:":
         raise UnsupportedDatabase(f"{parsed.render_as_string()} is not served: give sqlite:///PATH, a file on a local disk")
+    if "?" in url:  # all behind it would silently be left out of the path
+        raise UnsupportedDatabase("the database's URL has a query: write a ? in its path as %3F")
     return parsed
 
 
 def sqlite_path(url: URL) -> Path:
     """The file of a URL that `check_url` has passed."""
     return Path(url.database or "")
+
+
+def make_private(path: Path) -> None:
+    """Make the file, unless it is there, for its owner alone whatever the umask. SQLite gives its WAL the same mode.
+
+    A file that is there is not even opened: closing it again would drop the locks of this process's other connections.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return
+    try:
+        os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)
 
 
 def _engine(url: URL, *, size: int, writes: bool) -> Engine:

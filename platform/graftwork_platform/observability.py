@@ -23,6 +23,7 @@ _MAX_CLIENT_ID_CHARS = 128
 _MAX_ENGINE_METRICS = 256
 _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
 _NO_ROUTE = "unknown"
+_PROBES = frozenset({"/livez", "/readyz", "/metrics"})  # asked every few seconds, and of no interest one by one
 _SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -145,7 +146,8 @@ class RequestObserver:
         finally:
             seconds = time.perf_counter() - started
             self._metrics.observe_answer(_route_of(scope), status, seconds)
-            _log.info("%s %s %r %d %.3fs", shown, scope["method"], scope["path"], status, seconds)
+            level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
+            _log.log(level, "%s %s %r %d %.3fs", shown, scope["method"], scope["path"], status, seconds)
 
 
 def _route_of(scope: Scope) -> str:

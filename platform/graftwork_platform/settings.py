@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sqlalchemy.engine import URL
+
 from graftwork_adapters.keys import RowTypeName
+from graftwork_adapters.publish_job import ServingMemory
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -29,14 +32,15 @@ class UploadLimits:
 
 @dataclass(frozen=True, slots=True)
 class PublishLimits:
-    """What one publishing subprocess may use and accept."""
+    """What one publishing subprocess may use and accept. ``memory`` is what the engine has for adapters; None: not known."""
 
     max_rank: int = 256
     require_base_name: bool = False
     timeout: float = 600.0  # seconds
     memory_bytes: int = 8 << 30
-    concurrency: int = 1
+    concurrency: int = 2  # one slow upload leaves a place for the others
     max_attempts: int = 3  # starts of the same version, across restarts of the server
+    memory: ServingMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,10 @@ class Settings:
     row_type: RowTypeName = "bfloat16"
     database_url: str = ""
     object_store_dir: Path | None = None
+    secrets_path: Path | None = None  # None: a folder of the data directory
     upload: UploadLimits = UploadLimits()
     publish: PublishLimits = PublishLimits()
     request_timeout: float = 600.0  # seconds a request may take from its arrival to its last token
-    max_model_len: int | None = None  # None: the base's own limit
-    adapter_memory_bytes: int | None = None  # None: the engine's own choice
     shutdown_grace: float = 10.0  # seconds in which running streams may end
 
     @property
@@ -67,12 +70,15 @@ class Settings:
     @property
     def database(self) -> str:
         """SQLAlchemy URL of the database."""
-        return self.database_url or f"sqlite:///{self.data_dir.resolve() / 'graftwork.db'}"
+        if self.database_url:
+            return self.database_url
+        url = URL.create("sqlite", database=str(self.data_dir.resolve() / "graftwork.db"))  # quotes what a path may hold
+        return url.render_as_string(hide_password=False)
 
     @property
     def secrets_dir(self) -> Path:
         """Where the pepper and the cache-salt secret lie."""
-        return self.data_dir / "secrets"
+        return self.secrets_path or self.data_dir / "secrets"
 
     @property
     def admin_key_file(self) -> Path:
@@ -116,12 +122,13 @@ class ClientSettings:
 def client_settings(
     *, url: str | None, admin_key: str | None, data_dir: Path | None, environ: Mapping[str, str] = os.environ
 ) -> ClientSettings:
-    """Flags first, then ``GRAFTWORK_URL`` and ``GRAFTWORK_ADMIN_KEY``, then ``admin.key`` in ``data_dir``.
+    """Flags first, ``admin.key`` in ``data_dir`` being one, then ``GRAFTWORK_URL`` and ``GRAFTWORK_ADMIN_KEY``.
 
     Raises `OSError` if the key file is there and cannot be read.
     """
-    key = admin_key or environ.get("GRAFTWORK_ADMIN_KEY")
+    key = admin_key
     if not key and data_dir is not None and (data_dir / "admin.key").exists():
-        key = (data_dir / "admin.key").read_text().strip()
+        key = (data_dir / "admin.key").read_text(errors="replace").strip()
+    key = key or environ.get("GRAFTWORK_ADMIN_KEY")
     where = url or environ.get("GRAFTWORK_URL") or f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
     return ClientSettings(url=where.rstrip("/"), admin_key=key or None)

@@ -49,7 +49,7 @@ def read(tmp_path: Path, raw: object) -> tuple[PeftConfig | None, Report]:
     path = tmp_path / "adapter_config.json"
     path.write_text(raw if isinstance(raw, str) else json.dumps(raw))
     report = Report()
-    return read_peft_config(path, report, 1 << 16), report
+    return read_peft_config(path, report, 1 << 16, 60.0), report
 
 
 def failed_fields(report: Report) -> list[str | None]:

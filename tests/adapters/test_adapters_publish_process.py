@@ -34,7 +34,8 @@ from graftwork_adapters.publisher import run_publish
 
 @pytest.fixture
 def job(upload: Path, tmp_path: Path, tiny_spec: BaseSpec) -> PublishJob:
-    return PublishJob(upload, tmp_path / "out.safetensors", tiny_spec, "bfloat16", Limits(max_rank=32))
+    limits = Limits(max_rank=32, pattern_seconds=1000.0)  # so that `make_slow` is for the process's own limits to end
+    return PublishJob(upload, tmp_path / "out.safetensors", tiny_spec, "bfloat16", limits)
 
 
 def workers() -> list[psutil.Process]:
@@ -136,6 +137,15 @@ def test_processor_seconds_are_bounded(job: PublishJob) -> None:
     command = [sys.executable, "-m", "graftwork_adapters.publish_worker", str(1 << 30), "1"]
     done = subprocess.run(command, input=encode_job(job), env={"PYTHONPATH": root}, capture_output=True, check=False, timeout=50)
     assert done.returncode == -signal.SIGXCPU
+
+
+def test_a_catastrophic_pattern_is_refused_by_name_long_before_the_timeout(job: PublishJob) -> None:
+    make_slow(job.upload_dir)
+    result = asyncio.run(run_publish(dataclasses.replace(job, limits=Limits()), timeout_s=60.0))
+    (finding,) = [finding for finding in result.report.findings if finding.result == "fail"]
+    assert (finding.check, finding.field) == ("config", "target_modules")
+    assert "more than 3 s of processor time" in finding.message
+    assert finding.fix is not None
 
 
 def test_too_much_memory_is_a_finding(job: PublishJob) -> None:

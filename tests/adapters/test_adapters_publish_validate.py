@@ -256,6 +256,26 @@ def test_a_zero_b_is_a_warning(upload: Path, tiny_spec: BaseSpec) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"lora_alpha": 0}, "14 of 14 modules have a scale of 0 and change nothing: model.layers.0.self_attn.q_proj,"),
+        ({"lora_alpha": 1e-60}, "14 of 14 modules have a scale of 0"),
+        (
+            {"alpha_pattern": {"layers.1.mlp.down_proj": 0}},
+            "1 of 14 modules have a scale of 0 and change nothing: model.layers.1",
+        ),
+    ],
+)
+def test_a_zero_scale_is_a_warning(upload: Path, tiny_spec: BaseSpec, fields: dict[str, object], says: str) -> None:
+    edit_config(upload, **fields)
+    validation = validate(upload, tiny_spec, Limits())
+    assert validation.report.ok
+    (warning,) = findings(validation, "warn")
+    assert (warning.check, warning.field) == ("values", "lora_alpha")
+    assert says in warning.message
+
+
+@pytest.mark.parametrize(
     ("name", "matches"),
     [("tiny-base", True), ("vendor/tiny-base", True), ("/home/me/models/tiny-base/", True), ("other/tiny", False), (None, None)],
 )

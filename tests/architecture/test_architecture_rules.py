@@ -1,4 +1,4 @@
-"""The rules of the map that a machine can check."""
+"""The rules of `docs/architecture.md` and of house style that a machine can check."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ["platform", "adapters", "engine", "kernels", "admin_ui", "migrations"]
 SOURCES = sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))
+ALL_FILES = sorted([*SOURCES, *(p for folder in ("tests", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py"))])
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc"}
@@ -68,7 +69,7 @@ def test_module_leaves_heavy_libraries_alone(module: str, forbidden: list[str]) 
     assert loaded == ""
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", ALL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_file_keeps_house_style(path: Path) -> None:
     text = path.read_text()
     tree = ast.parse(text)

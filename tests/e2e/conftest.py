@@ -162,6 +162,46 @@ class Server:
             base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, _strict_response_validation=True, **options
         )
 
+    def lenient(self, client: openai.OpenAI) -> openai.OpenAI:
+        """The strict client refuses every streamed text completion, OpenAI's own too: its type has no null ``finish_reason``."""
+        return openai.OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0, timeout=120)
+
+    def complete(self, client: openai.OpenAI, model: str, prompt: list[int], count: int) -> list[int]:
+        """``count`` greedy tokens in one answer."""
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        answer = client.completions.create(model=model, prompt=prompt, max_tokens=count, temperature=0, extra_body=extra)
+        return list((answer.choices[0].model_extra or {})["token_ids"])
+
+    def stream_tokens(self, client: openai.OpenAI, model: str, prompt: list[int], count: int) -> list[int]:
+        """The same as a stream."""
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        chunks = self.lenient(client).completions.create(
+            model=model, prompt=prompt, max_tokens=count, temperature=0, stream=True, extra_body=extra
+        )
+        return [token for chunk in chunks for token in (chunk.choices[0].model_extra or {}).get("token_ids") or []]
+
+    def usage_rows(self, tenant: str) -> list[dict[str, Any]]:
+        """All usage rows of a tenant."""
+        rows: list[dict[str, Any]] = []
+        query = {"tenant": tenant, "limit": "100"}
+        while True:
+            headers = {"Authorization": f"Bearer {self.admin_key}"}
+            page = httpx2.get(f"{self.url}/admin/v1/usage", params=query, headers=headers).json()
+            rows += page["data"]
+            if not page["has_more"]:
+                return rows
+            query["after"] = page["last_id"]
+
+    def wait_until_idle(self, timeout_s: float = 20.0) -> dict[str, float]:
+        """The metrics, once no request runs or waits."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            metrics = self.metrics()
+            if metrics.get("graftwork_engine_requests_running") == 0 == metrics["graftwork_engine_requests_waiting"]:
+                return metrics
+            assert time.monotonic() < deadline, metrics
+            time.sleep(0.2)
+
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its full name."""
         lines = httpx2.get(f"{self.url}/metrics", timeout=10).text.splitlines()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
-import signal
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -45,34 +42,18 @@ def foreign_key(server: Any, make_adapter: Callable[..., Path]) -> str:
     return str(server.tenant_with("globex", {"secret-sauce": make_adapter("secret", 9)}))
 
 
-def lenient(client: openai.OpenAI) -> openai.OpenAI:
-    """The strict client refuses every streamed text completion, OpenAI's own too: its type has no null ``finish_reason``."""
-    return openai.OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0, timeout=120)
-
-
-def complete(client: openai.OpenAI, model: str, prompt: list[int], count: int) -> list[int]:
-    answer = client.completions.create(
-        model=model,
-        prompt=prompt,
-        max_tokens=count,
-        temperature=0,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )
-    return list(answer.choices[0].model_extra["token_ids"])  # type: ignore[index]
-
-
 def test_every_model_answers_as_peft_does(
     server: Any, key: str, tiny_base: Path, adapters: dict[str, Path], reference: Any
 ) -> None:
     client = server.client(key)
-    base = complete(client, tiny_base.name, PROMPT, 24)
+    base = server.complete(client, tiny_base.name, PROMPT, 24)
     assert base == reference(None, PROMPT, 24)
     for name, folder in adapters.items():
-        tokens = complete(client, name, PROMPT, 24)
+        tokens = server.complete(client, name, PROMPT, 24)
         assert tokens == reference(folder, PROMPT, 24), name
         assert tokens != base, f"{name} changes nothing"
-        assert complete(client, f"{name}@v1", PROMPT, 24) == tokens
-    assert complete(client, "default", PROMPT, 24) == reference(adapters["plain"], PROMPT, 24)
+        assert server.complete(client, f"{name}@v1", PROMPT, 24) == tokens
+    assert server.complete(client, "default", PROMPT, 24) == reference(adapters["plain"], PROMPT, 24)
 
 
 def test_models_are_listed_base_first(server: Any, key: str, tiny_base: Path) -> None:
@@ -117,35 +98,35 @@ def test_unknown_foreign_and_deleted_models_are_the_same_404(
 ) -> None:
     client = server.client(key)
     server.cli("adapters", "push", str(make_adapter("gone", 20)), "--tenant", "acme", "--name", "gone")
-    assert len(complete(client, "gone", PROMPT, 2)) == 2
+    assert len(server.complete(client, "gone", PROMPT, 2)) == 2
     server.cli("adapters", "delete", "gone", "--tenant", "acme")
     texts = []
     for model in ("never-was", "secret-sauce", "gone"):
         with pytest.raises(openai.NotFoundError) as raised:
-            complete(client, model, PROMPT, 2)
+            server.complete(client, model, PROMPT, 2)
         assert raised.value.code == "model_not_found"
         texts.append(str(raised.value.message).replace(model, "MODEL"))
     assert len(set(texts)) == 1
-    assert len(complete(server.client(foreign_key), "secret-sauce", PROMPT, 2)) == 2
+    assert len(server.complete(server.client(foreign_key), "secret-sauce", PROMPT, 2)) == 2
 
 
 def test_keys_wrong_missing_and_revoked(server: Any, key: str) -> None:
     with pytest.raises(openai.AuthenticationError):
-        complete(server.client("gw-wrong"), "plain", PROMPT, 2)
+        server.complete(server.client("gw-wrong"), "plain", PROMPT, 2)
     bare = httpx2.post(f"{server.url}/v1/completions", content=b"{not json")
     assert bare.status_code == 401
     assert bare.json()["error"]["code"] == "invalid_api_key"
     made = server.cli("keys", "create", "--tenant", "acme", "--adapter", "stable")
     client = server.client(made["key"])
-    assert len(complete(client, "default", PROMPT, 2)) == 2
+    assert len(server.complete(client, "default", PROMPT, 2)) == 2
     server.cli("keys", "revoke", made["id"], "--tenant", "acme")
     with pytest.raises(openai.AuthenticationError):
-        complete(client, "default", PROMPT, 2)
+        server.complete(client, "default", PROMPT, 2)
 
 
 def test_prompt_beyond_the_limit_names_both_numbers(server: Any, key: str) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
-        complete(server.client(key), "plain", [50] * 2000, 4)
+        server.complete(server.client(key), "plain", [50] * 2000, 4)
     assert raised.value.code == "context_length_exceeded"
     assert "2000" in raised.value.message
     assert "1024" in raised.value.message
@@ -161,10 +142,10 @@ def test_vanished_blob_is_503_and_the_rest_goes_on(server: Any, key: str, make_a
     newest.unlink()
     client = server.client(key)
     with pytest.raises(openai.InternalServerError) as raised:
-        complete(client, "vanishing", PROMPT, 2)
+        server.complete(client, "vanishing", PROMPT, 2)
     assert raised.value.status_code == 503
     assert "vanishing" in str(raised.value.message)
-    assert len(complete(client, "plain", PROMPT, 2)) == 2
+    assert len(server.complete(client, "plain", PROMPT, 2)) == 2
 
 
 def test_missing_packed_form_is_rebuilt(server: Any, key: str, make_adapter: Callable[..., Path], reference: Any) -> None:
@@ -172,7 +153,7 @@ def test_missing_packed_form_is_rebuilt(server: Any, key: str, make_adapter: Cal
     server.cli("adapters", "push", str(folder), "--tenant", "acme", "--name", "rebuilt")
     packed = [p for p in (server.data_dir / "objects" / "packed").rglob("*") if p.is_file()]
     max(packed, key=lambda p: p.stat().st_mtime).unlink()
-    assert complete(server.client(key), "rebuilt", PROMPT, 8) == reference(folder, PROMPT, 8)
+    assert server.complete(server.client(key), "rebuilt", PROMPT, 8) == reference(folder, PROMPT, 8)
 
 
 def test_broken_upload_is_refused_with_every_finding(
@@ -191,51 +172,7 @@ def test_broken_upload_is_refused_with_every_finding(
     failed = [finding for finding in answer["report"] if finding["result"] == "fail"]
     assert any("use_dora" in str(finding["field"]) for finding in failed)
     assert len(failed) >= 2
-    assert len(complete(server.client(key), "plain", PROMPT, 2)) == 2
-
-
-def test_stream_survives_a_kill_of_the_engine(server: Any, key: str, adapters: dict[str, Path], reference: Any) -> None:
-    client = lenient(server.client(key))
-    expected = reference(adapters["stable"], PROMPT, 150)
-    [engine] = server.process_ids("graftwork_engine.process")
-    tokens: list[int] = []
-    stream = client.completions.create(
-        model="stable",
-        prompt=PROMPT,
-        max_tokens=150,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )
-    killed = False
-    for chunk in stream:
-        tokens += (chunk.choices[0].model_extra or {}).get("token_ids") or []
-        if len(tokens) >= 20 and not killed:
-            os.kill(engine, signal.SIGKILL)
-            killed = True
-    assert killed
-    assert tokens == expected
-    server.wait_ready()
-
-
-def test_killed_api_process_comes_back_and_its_streams_stop(server: Any, key: str) -> None:
-    [api] = server.process_ids("graftwork_platform.serve.api_process")
-    [engine] = server.process_ids("graftwork_engine.process")
-    body = {"model": "plain", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
-    headers = {"Authorization": f"Bearer {key}"}
-    with (
-        httpx2.Client(timeout=60) as client,
-        client.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as response,
-    ):
-        lines = response.iter_lines()
-        next(lines)
-        os.kill(api, signal.SIGKILL)
-        with pytest.raises(httpx2.HTTPError):
-            list(lines)
-    server.wait_ready()
-    assert server.process_ids("graftwork_engine.process") == [engine], "the engine outlives it"
-    wait_until_idle(server)
-    assert len(complete(server.client(key), "plain", PROMPT, 2)) == 2
+    assert len(server.complete(server.client(key), "plain", PROMPT, 2)) == 2
 
 
 def test_disconnect_frees_the_engine(server: Any, key: str) -> None:
@@ -248,48 +185,19 @@ def test_disconnect_frees_the_engine(server: Any, key: str) -> None:
         next(response.iter_lines())
     with pytest.raises(httpx2.TimeoutException):
         httpx2.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=0.3)
-    wait_until_idle(server)
-    rows = usage_rows(server, "acme")
+    server.wait_until_idle()
+    rows = server.usage_rows("acme")
     assert sum(row["status"] == "aborted" for row in rows) >= 2
-
-
-def usage_rows(server: Any, tenant: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    after: str | None = None
-    while True:
-        parameters = {"tenant": tenant, "limit": "100", **({"after": after} if after else {})}
-        page = httpx2.get(
-            f"{server.url}/admin/v1/usage", params=parameters, headers={"Authorization": f"Bearer {server.admin_key}"}
-        ).json()
-        rows += page["data"]
-        if not page["has_more"]:
-            return rows
-        after = page["last_id"]
-
-
-def wait_until_idle(server: Any, timeout_s: float = 20.0) -> dict[str, float]:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        metrics: dict[str, float] = server.metrics()
-        busy = [
-            v
-            for name, v in metrics.items()
-            if name.startswith(("graftwork_engine_requests_running", "graftwork_engine_requests_waiting"))
-        ]
-        if busy and not any(busy):
-            return metrics
-        assert time.monotonic() < deadline, metrics
-        time.sleep(0.2)
 
 
 def test_usage_is_what_the_client_received(server: Any, foreign_key: str, tiny_base: Path) -> None:
     client = server.client(foreign_key)
-    before = len(usage_rows(server, "globex"))
+    before = len(server.usage_rows("globex"))
     answers = [
         client.completions.create(model=model, prompt=PROMPT, max_tokens=count, temperature=0, extra_body={"ignore_eos": True})
         for model, count in ((tiny_base.name, 3), ("secret-sauce", 5))
     ]
-    rows = usage_rows(server, "globex")[before:] if before else usage_rows(server, "globex")
+    rows = server.usage_rows("globex")[before:] if before else server.usage_rows("globex")
     assert len(rows) == 2
     assert sorted(row["output_tokens"] for row in rows) == sorted(a.usage.completion_tokens for a in answers if a.usage)
     assert {row["prompt_tokens"] for row in rows} == {len(PROMPT)}
@@ -304,8 +212,8 @@ def test_32_streams_over_32_adapters_with_memory_for_8(
     key = server.tenant_with("many", folders)
     client = server.client(key)
     names = list(folders)
-    complete(client, server.model.name, PROMPT, 2)
-    alone = {name: complete(client, name, [60 + i, *PROMPT], 40) for i, name in enumerate(names)}
+    server.complete(client, server.model.name, PROMPT, 2)
+    alone = {name: server.complete(client, name, [60 + i, *PROMPT], 40) for i, name in enumerate(names)}
     for i, name in enumerate(names[:4]):
         assert alone[name] == reference(folders[name], [60 + i, *PROMPT], 40)
     assert len({tuple(tokens) for tokens in alone.values()}) > 16, "the adapters differ"
@@ -317,7 +225,7 @@ def test_32_streams_over_32_adapters_with_memory_for_8(
 
         def stream(i: int, name: str) -> list[int]:
             barrier.wait()
-            return complete(client, name, [60 + i, *PROMPT], 40)
+            return server.stream_tokens(client, name, [60 + i, *PROMPT], 40)
 
         with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
             return dict(zip(names, pool.map(stream, range(len(names)), names), strict=True))
@@ -329,10 +237,10 @@ def test_32_streams_over_32_adapters_with_memory_for_8(
 
     assert all_together() == alone
     # Connections to the database are opened when first needed and kept, so the second round is the one that must leave nothing.
-    files_before, before = open_files(), wait_until_idle(server)
+    files_before, before = open_files(), server.wait_until_idle()
     client = server.client(key)
     assert all_together() == alone
-    files_after, after = open_files(), wait_until_idle(server)
+    files_after, after = open_files(), server.wait_until_idle()
     for metrics in (before, after):
         assert metrics["graftwork_engine_adapter_device_references"] == 0
         assert metrics["graftwork_engine_adapter_holds"] == 0
@@ -341,49 +249,3 @@ def test_32_streams_over_32_adapters_with_memory_for_8(
     evictions = "graftwork_engine_adapter_device_evictions_total"
     assert after[evictions] > before[evictions]
     assert files_after == files_before
-
-
-def test_stop_and_second_start_keep_all_data(start_server: Callable[..., Any], make_adapter: Callable[..., Path]) -> None:
-    server = start_server("--dtype", "float32")
-    key = server.tenant_with("keeper", {"kept": make_adapter("kept", 40)})
-    tokens = complete(server.client(key), "kept", PROMPT, 8)
-    mode = stat.S_IMODE((server.data_dir / "admin.key").stat().st_mode)
-    assert mode == 0o600
-    assert server.stop() == 0
-    server.start()
-    assert complete(server.client(key), "kept", PROMPT, 8) == tokens
-    assert key not in server.log.read_text()
-    assert server.admin_key not in server.log.read_text()
-
-
-def test_second_server_on_the_same_data_is_refused(server: Any, tiny_base: Path) -> None:
-    import subprocess
-    import sys
-
-    command = [
-        sys.executable,
-        "-m",
-        "graftwork_platform.cli",
-        "serve",
-        "--model",
-        str(tiny_base),
-        "--data-dir",
-        str(server.data_dir),
-    ]
-    done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode != 0
-    assert "in use" in done.stderr + done.stdout
-
-
-def test_children_die_with_the_supervisor(start_server: Callable[..., Any]) -> None:
-    server = start_server("--dtype", "float32")
-    children = server.process_ids("graftwork_engine.process") + server.process_ids("graftwork_platform.serve.api_process")
-    assert len(children) == 2
-    assert server.process is not None
-    server.process.kill()
-    server.process.wait()
-    server.process = None
-    deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}").exists() for pid in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

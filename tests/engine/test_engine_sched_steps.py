@@ -1,4 +1,7 @@
-"""The scheduler's plans, rule by rule, with a scripted runner: budget, chunks, order, stops, preemption, prefix cache, limits."""
+"""The scheduler's plans, rule by rule, with a scripted runner: budget, chunks, order, stops, preemption, prefix cache, limits.
+
+This file is long because each rule is one short trace, and a reader compares them side by side.
+"""
 
 from __future__ import annotations
 

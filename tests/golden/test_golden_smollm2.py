@@ -41,8 +41,17 @@ QUESTIONS = [
     "The app crashes whenever I open my profile.",
     "Translate 'good morning' into Spanish.",
     "How do I reset my password?",
+    "Give me a recipe for pancakes.",
+    "Which planet is the largest?",
+    "Please cancel my subscription before the next month.",
+    "The parcel never arrived and the tracking page is empty.",
+    "Summarise the story of Romeo and Juliet.",
+    "Bill Acme GmbH for 1,240 dollars, due on 5 July 2027.",
+    "What does HTTP status 404 mean?",
+    "Suggest a name for a bakery.",
+    "Why is the sky blue?",
 ]
-TOKENS_EACH = 60
+TOKENS_EACH = 30
 
 
 @dataclass
@@ -77,6 +86,7 @@ def outputs(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) 
     config = EngineConfig(
         model_dir=str(BASE),
         kv_memory_bytes=512 << 20,
+        max_num_seqs=72,
         adapter_memory_bytes=32 << 20,
         store_url=str(folder / "store"),
         cache_dir=str(folder / "cache"),

@@ -15,9 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graftwork_adapters.base_spec import load_base_spec
+from graftwork_adapters.errors import AdapterTooLarge
 from graftwork_adapters.keys import AdapterDigest, packed_key, packed_path
 from graftwork_adapters.packed import read_packed
+from graftwork_adapters.publish_job import ServingMemory
 from graftwork_adapters.publisher import run_publish
+from graftwork_platform.serve import command
+from graftwork_platform.serve.api_process import ApiConfig, decode_config, encode_config
+from graftwork_platform.settings import PublishLimits
 
 StartAdmin = Callable[..., AbstractContextManager[Any]]
 
@@ -50,11 +55,20 @@ def real(start_admin: StartAdmin, real_base: Path, tmp_path: Path) -> Iterator[A
         yield admin
 
 
-def push(admin: Any, tenant: str, files: dict[str, bytes]) -> Any:
-    upload = admin.start_upload(tenant, files).json()
+def complete(admin: Any, tenant: str, files: dict[str, bytes], name: str = "support") -> str:
+    """Send an upload and leave it to be validated; its id."""
+    upload = admin.start_upload(tenant, files, name).json()
     admin.send_parts(tenant, upload, files)
     assert admin.call("POST", f"/tenants/{tenant}/uploads/{upload['id']}/complete").status_code in (200, 202)
-    return admin.wait(tenant, upload["id"])["version"]
+    return str(upload["id"])
+
+
+def push(admin: Any, tenant: str, files: dict[str, bytes]) -> Any:
+    return admin.wait(tenant, complete(admin, tenant, files))["version"]
+
+
+def failures(version: Any) -> list[dict[str, str]]:
+    return [finding for finding in version["report"] if finding["result"] == "fail"]
 
 
 def test_a_real_adapter_is_published_and_its_packed_form_rebuilt(real: Any, real_adapter: dict[str, bytes], tmp_path: Path) -> None:
@@ -95,3 +109,51 @@ def test_damage_is_refused_with_a_finding_and_the_server_goes_on(real: Any, real
         assert failed, name
         assert all(finding["message"] for finding in failed)
     assert push(real, tenant, real_adapter)["version"] == "v1"
+
+
+@pytest.mark.parametrize("field", ["target_modules", "rank_pattern"])
+def test_a_catastrophic_pattern_is_refused_in_seconds_and_others_need_not_wait(
+    real: Any, real_adapter: dict[str, bytes], field: str
+) -> None:
+    tenant, regex = real.tenant(), r"(([a-z0-9_.]+)+)+Z$"
+    config = json.loads(real_adapter["adapter_config.json"]) | {field: regex if field == "target_modules" else {regex: 4}}
+    slow = complete(real, tenant, {**real_adapter, "adapter_config.json": json.dumps(config).encode()}, "slow")
+    assert push(real, tenant, real_adapter)["state"] == "ready"
+    assert real.call("GET", f"/tenants/{tenant}/uploads/{slow}").json()["state"] == "validating"
+    version = real.wait(tenant, slow)["version"]
+    (failed,) = failures(version)
+    assert (version["state"], failed["check"]) == ("failed", "config")
+    assert failed["field"].startswith(field)
+    assert "processor time" in failed["message"]
+    assert failed["fix"]
+
+
+def test_what_the_servers_memory_cannot_hold_is_refused_and_not_rebuilt(
+    start_admin: StartAdmin, real_base: Path, real_adapter: dict[str, bytes], tmp_path: Path
+) -> None:
+    setup: dict[str, Any] = {"steer": run_publish, "spec": load_base_spec(real_base, tmp_path / "base-id"), "model_dir": real_base}
+    small = PublishLimits(memory=ServingMemory(pool_bytes=512, page_bytes=256, host_bytes=1 << 20))
+    with start_admin(**setup, publish=small) as admin:
+        tenant = admin.tenant()
+        refused = push(admin, tenant, real_adapter)
+        (failed,) = failures(refused)
+        assert (refused["state"], failed["check"]) == ("failed", "memory")
+        assert "it needs 1024 bytes in 4 pages of adapter memory, there are 512" in failed["message"]
+    with start_admin(**setup, publish=PublishLimits(memory=ServingMemory(4096, 256, 1 << 20))) as admin:
+        digest = AdapterDigest(push(admin, tenant, real_adapter)["digest"])
+        admin.services.store.delete(packed_path(packed_key(digest, admin.services.spec.base_id, "bfloat16")))
+    too_large = pytest.raises(AdapterTooLarge, match=r"needs 1024 bytes in 4 pages.*there are 512; lower the rank")
+    with start_admin(**setup, publish=small) as admin, too_large:
+        admin.run(admin.services.publisher.ensure_packed, digest)
+
+
+def test_serve_tells_publishing_the_engines_adapter_memory(
+    real_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[command.ServePlan] = []
+    monkeypatch.setattr(command, "run", plans.append)
+    command.serve(model=real_base, data_dir=tmp_path, adapter_memory=1 << 20, adapter_page=4096, max_lora_rank=8)
+    (plan,) = plans
+    settings = decode_config(encode_config(ApiConfig(plan.settings, "ipc://engine"))).settings
+    assert settings.publish.memory == ServingMemory(1 << 20, 4096, plan.engine.adapter_host_bytes)
+    assert settings.publish.max_rank == 8

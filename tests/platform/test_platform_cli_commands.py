@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 from graftwork_adapters.report import Report
 from graftwork_platform.admin.client import AdminClient, CallFailed
-from graftwork_platform.cli import app
+from graftwork_platform.cli import app, main
 from graftwork_platform.doctor import examine_data
 from graftwork_platform.serve.data_dir import locked
 from graftwork_platform.settings import ClientSettings, Settings, client_settings
@@ -122,7 +123,7 @@ def test_a_refused_adapter_prints_its_report_and_exits_with_1(online: Any, folde
     text = online.cli("adapters", "push", str(folder), "--tenant", "acme", "--name", "support", code=1).stdout
     assert "rank [512] is over [256]" in text
     assert "train it again" in text
-    assert "refused" in text
+    assert "support was refused; no version was published." in text
 
 
 def test_a_verdict_that_does_not_come_in_time_is_told(online: Any, folder: Path) -> None:
@@ -148,19 +149,68 @@ def test_mistakes_are_told_with_the_next_step(online: Any, folder: Path, tmp_pat
     empty.mkdir()
     for place, code in ((empty, "empty_folder"), (tmp_path / "absent", "not_a_folder")):
         assert online.json("adapters", "push", str(place), "--tenant", "acme", "--name", "a", code=1)["error"]["code"] == code
+    for url in ("http://h:x", "http://[x", "http://127.0.0.1:99999999"):
+        assert online.json("tenants", "list", "--url", url, code=1)["error"]["code"] == "unreachable"
     reserved = online.json("adapters", "push", str(folder), "--tenant", "acme", "--name", "default", code=1)["error"]
     assert (reserved["code"], reserved["param"]) == ("reserved_name", "name")
     online.cli("keys", "create", code=2)
 
 
-def test_flags_win_over_the_environment_and_the_data_directory_comes_last(tmp_path: Path) -> None:
+def test_a_key_that_no_header_can_carry_is_told(online: Any, tmp_path: Path) -> None:
+    (tmp_path / "admin.key").write_bytes("schlüssel".encode("latin-1"))
+    for arguments in (("--admin-key", "schlüssel"), ("--admin-key", "a\nb"), ("--data-dir", str(tmp_path))):
+        error = online.json("tenants", "list", *arguments, code=1)["error"]
+        assert error["code"] == "invalid_api_key"
+        assert "--admin-key" in error["fix"]
+        assert "Error: The admin key" in online.cli("tenants", "list", *arguments, code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["keys", "create"], "--tenant"),
+        (["tenants", "burn"], "burn"),
+        (["tenants", "list", "--nonsense"], "--nonsense"),
+        (["adapters", "push", "x", "--tenant", "t", "--name", "n", "--timeout", "soon"], "--timeout"),
+    ],
+)
+def test_a_senseless_command_line_is_told_as_json_where_json_is_asked_for(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for extra in (["--json"], []):
+        monkeypatch.setattr(sys, "argv", ["graftwork", *arguments, *extra])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        said = capsys.readouterr()
+        if extra:
+            assert said.err == ""
+            assert named in json.loads(said.out)["error"]["message"]
+        else:
+            assert said.out == ""
+            assert "Error" in said.err
+
+
+def test_json_keeps_the_exit_statuses(online: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in online.environment.items():
+        monkeypatch.setenv(name, value)
+    for code in (0, 1):  # the second time the name is taken
+        monkeypatch.setattr(sys, "argv", ["graftwork", "tenants", "create", "acme", "--json"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code or 0) == code
+        assert ("error" in json.loads(capsys.readouterr().out)) == bool(code)
+
+
+def test_flags_and_the_data_directory_win_over_the_environment(tmp_path: Path) -> None:
     (tmp_path / "admin.key").write_text("from-file\n")
     environ = {"GRAFTWORK_URL": "http://env/", "GRAFTWORK_ADMIN_KEY": "from-env"}
 
     def chosen(**flags: Any) -> ClientSettings:
         return client_settings(**{"url": None, "admin_key": None, "data_dir": tmp_path, "environ": environ, **flags})
 
-    assert chosen() == ClientSettings("http://env", "from-env")
+    assert chosen() == ClientSettings("http://env", "from-file")
+    assert chosen(data_dir=None) == chosen(data_dir=tmp_path / "absent") == ClientSettings("http://env", "from-env")
     assert chosen(url="http://flag", admin_key="from-flag") == ClientSettings("http://flag", "from-flag")
     assert chosen(environ={}) == ClientSettings("http://127.0.0.1:8000", "from-file")
     assert chosen(environ={}, data_dir=None).admin_key is None
@@ -169,7 +219,8 @@ def test_flags_win_over_the_environment_and_the_data_directory_comes_last(tmp_pa
 def test_a_broken_connection_is_tried_again_and_a_refusal_is_not() -> None:
     from graftwork_platform.admin.schemas import PartOut
 
-    calls, outcomes = [], [httpx2.ConnectError("broken"), httpx2.Response(502), httpx2.Response(204)]
+    calls: list[bytes] = []
+    outcomes: list[httpx2.Response | Exception] = [httpx2.ConnectError("broken"), httpx2.Response(502), httpx2.Response(204)]
 
     def answer(request: httpx2.Request) -> httpx2.Response:
         calls.append(request.url.raw_path)

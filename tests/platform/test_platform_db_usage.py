@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -360,9 +359,3 @@ def test_ids_have_one_spelling() -> None:
         assert parse("tn", text) is None
     assert day_of(uuid7(lambda: 86_399.999)).isoformat() == "1970-01-01"
     assert day_of(uuid7(lambda: 86_400.0)).isoformat() == "1970-01-02"
-
-
-def test_the_database_file_lies_in_the_data_directory(tmp_path: Path) -> None:
-    settings = Settings(data_dir=tmp_path, model_dir=tmp_path / "base")
-    assert settings.database == f"sqlite:///{tmp_path}/graftwork.db"
-    assert settings.base_name == "base"

@@ -196,6 +196,23 @@ def test_keys_name_their_default_adapter_and_expiry(admin: Any) -> None:
     assert (past.status_code, past.json()["error"]["param"]) == (400, "expires_at")
 
 
+def test_a_key_cannot_default_to_an_adapter_that_was_only_refused(admin: Any) -> None:
+    tenant = admin.tenant()
+    admin.publish.fail = "rank 512 is over 256"
+    admin.push(tenant)
+    assert [(a["name"], a["version"]) for a in admin.call("GET", f"/tenants/{tenant}/adapters").json()["data"]] == [
+        ("support", None)
+    ]
+    refused = admin.call("POST", f"/tenants/{tenant}/keys", json={"adapter": "support"})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (404, "adapter", "version_not_found")
+    assert "no ready version" in error["message"]
+    assert admin.call("GET", f"/tenants/{tenant}/keys").json()["data"] == []
+    admin.publish.fail = None
+    admin.push(tenant)
+    assert admin.call("POST", f"/tenants/{tenant}/keys", json={"adapter": "support"}).status_code == 201
+
+
 def test_a_rotated_admin_key_replaces_the_old_one_at_once(start_admin: StartAdmin) -> None:
     with start_admin() as admin:
         file = admin.services.settings.admin_key_file

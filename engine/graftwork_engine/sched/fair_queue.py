@@ -56,11 +56,6 @@ class FairQueue(Generic[Item]):
         both = self._items | self._parked
         return (both[order] for order in sorted(both))
 
-    @property
-    def num_flows(self) -> int:
-        """Flows in the line."""
-        return len(self._orders)
-
     def counter(self, flow: str) -> float:
         """Tokens the flow was served, lifts included."""
         return self._counters.get(flow, 0.0)

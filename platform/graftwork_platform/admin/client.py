@@ -32,6 +32,7 @@ Item = TypeVar("Item", bound=Shown)
 _TIMEOUT = httpx2.Timeout(60.0, connect=5.0)
 _SEND_ATTEMPTS = 3
 _PAGE = 1000
+_KEY_STEP = "Give the admin key with --admin-key or GRAFTWORK_ADMIN_KEY, or --data-dir with the server's data directory."
 
 
 class CallFailed(Exception):
@@ -55,7 +56,7 @@ class CallFailed(Exception):
 
 
 class AdminClient:
-    """Calls one server as its operator; a context manager. Every method raises `CallFailed`."""
+    """Calls one server as its operator; a context manager. Making it and every method raise `CallFailed`."""
 
     def __init__(
         self,
@@ -64,10 +65,16 @@ class AdminClient:
         transport: httpx2.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        headers = {"authorization": f"Bearer {settings.admin_key}"} if settings.admin_key else {}
+        key = settings.admin_key or ""
+        if not (key.isascii() and key.isprintable()):
+            raise CallFailed("The admin key holds characters that no key has.", code="invalid_api_key", next_step=_KEY_STEP)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         self.url = settings.url
         self._sleep = sleep
-        self._http = httpx2.Client(base_url=settings.url, headers=headers, timeout=_TIMEOUT, transport=transport)
+        try:
+            self._http = httpx2.Client(base_url=settings.url, headers=headers, timeout=_TIMEOUT, transport=transport)
+        except httpx2.InvalidURL as error:
+            raise self._unreachable(error) from error
 
     def __enter__(self) -> AdminClient:
         return self
@@ -189,7 +196,7 @@ def _failure(response: httpx2.Response) -> CallFailed:
         message, code, param = f"The server answered {response.status_code}.", None, None
     step = None
     if response.status_code in (401, 403):
-        step = "Give the admin key with --admin-key or GRAFTWORK_ADMIN_KEY, or --data-dir with the server's data directory."
+        step = _KEY_STEP
     elif response.status_code >= 500:
         step = "Look at the server's log."
     return CallFailed(message, code=code, param=param, next_step=step, status=response.status_code)

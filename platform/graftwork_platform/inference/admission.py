@@ -11,7 +11,7 @@ from uuid import UUID
 
 from graftwork_adapters.keys import PackedKey, RowTypeName, packed_key
 from graftwork_engine.errors import ErrorCode
-from graftwork_engine.messages import Ready, Sampling
+from graftwork_engine.messages import Sampling
 from graftwork_platform.catalog.catalog import ResolvedModel
 from graftwork_platform.errors import BadRequest, ServiceUnavailable
 from graftwork_platform.inference.engine import Engine
@@ -20,7 +20,9 @@ from graftwork_platform.keys.ring import Caller
 from graftwork_platform.text.model_text import ModelText
 
 _LONG_TEXT = 8192
-"""Characters from which on tokenising is left to a thread, so that it does not hold up other clients' streams."""
+"""Characters from which on templates and tokens are left to a thread, so that other clients' streams go on meanwhile."""
+
+_MANY_MESSAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,19 @@ class Admission:
     async def admit_chat(self, request: ChatRequest, origin: Origin) -> Admitted:
         """Raises `ModelNotFound`, `BadRequest` (the template's too), or `ServiceUnavailable` before the engine's first start."""
         model = await self._resolve(request, origin)
+        limit = self._limit()
         template = self._text.chat_template
         if template is None:
             raise BadRequest("The base model has no chat template; use /v1/completions.", param="messages")
-        prompt = template.render(request.messages)
+        contents = sum(len(str(message.get("content") or "")) for message in request.messages)
+        # Each message makes a token at least; characters are at most bytes.
+        self._check_size(max(contents // self._text.tokenizer.max_bytes_per_token, len(request.messages)), limit, "messages")
+        if contents < _LONG_TEXT and len(request.messages) < _MANY_MESSAGES:
+            prompt = template.render(request.messages)
+        else:
+            prompt = await asyncio.to_thread(template.render, request.messages)
         # The template has written the special tokens that belong there, a BOS included.
-        prompt_ids = await self._encode(prompt, "messages", add_special_tokens=False)
+        prompt_ids = await self._encode(prompt, "messages", limit, add_special_tokens=False)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         wanted = request.max_completion_tokens or request.max_tokens
         return self._finish(request, origin, model, prompt_ids, _Output("messages", wanted, None, logprobs))
@@ -86,7 +95,7 @@ class Admission:
         """Raises as `admit_chat` does."""
         model = await self._resolve(request, origin)
         if isinstance(request.prompt, str):
-            prompt_ids = await self._encode(request.prompt, "prompt", add_special_tokens=True)
+            prompt_ids = await self._encode(request.prompt, "prompt", self._limit(), add_special_tokens=True)
         else:
             prompt_ids = request.prompt
         output = _Output("prompt", request.max_tokens, DEFAULT_COMPLETION_TOKENS, request.logprobs)
@@ -96,9 +105,27 @@ class Admission:
         caller = origin.caller
         return await self._models.resolve(caller.tenant_id, request.model, caller.default_adapter_id)
 
-    async def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    def _limit(self) -> int:
+        """Tokens that prompt and output may have together."""
+        info = self._engine.info
+        if info is None:
+            raise ServiceUnavailable("The model is still starting.", code="engine_unavailable", retry_after=2)
+        return min(info.max_model_len, info.max_prompt_and_output)
+
+    def _check_size(self, min_tokens: int, limit: int, param: str) -> None:
+        """Refuse what is too long however it is cut into tokens, before the work of cutting it."""
+        if min_tokens > limit:
+            raise BadRequest(
+                f"This model's maximum context length is {limit} tokens, but the {param} alone make at least {min_tokens}. "
+                "Shorten them.",
+                param=param,
+                code=ErrorCode.CONTEXT_LENGTH,
+            )
+
+    async def _encode(self, text: str, param: str, limit: int, *, add_special_tokens: bool) -> list[int]:
         encode = self._text.tokenizer.encode
         try:
+            self._check_size(self._text.tokenizer.min_tokens(len(text.encode())), limit, param)
             if len(text) < _LONG_TEXT:
                 return encode(text, add_special_tokens=add_special_tokens)
             return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
@@ -110,12 +137,12 @@ class Admission:
     ) -> Admitted:
         self._check_ids(prompt_ids, output.param)
         self._check_ids(request.stop_token_ids, "stop_token_ids")
-        info = self._engine.info
+        limit, info = self._limit(), self._engine.info
         if info is None:
-            raise ServiceUnavailable("The model is still starting.", code="engine_unavailable", retry_after=2)
+            raise AssertionError("a limit without the engine's word")
         eos = () if request.ignore_eos else self._text.eos_token_ids
         sampling = Sampling(
-            max_tokens=_max_tokens(len(prompt_ids), output, info),
+            max_tokens=_max_tokens(len(prompt_ids), output, limit),
             seed=self._new_seed() if request.seed is None else request.seed % (1 << 64),
             temperature=request.temperature,
             top_k=min(max(request.top_k, 0), self._text.vocab_size),
@@ -142,9 +169,8 @@ class _Output:
     logprobs: int | None
 
 
-def _max_tokens(prompt: int, output: _Output, info: Ready) -> int:
+def _max_tokens(prompt: int, output: _Output, limit: int) -> int:
     """Tokens the request may make, so that prompt and output fit the context and the memory of an idle engine."""
-    limit = min(info.max_model_len, info.max_prompt_and_output)
     if prompt == 0:
         raise BadRequest(f"`{output.param}` is empty; give at least one token.", param=output.param)
     room = limit - prompt

@@ -24,7 +24,7 @@ from graftwork_platform.keys.ring import Caller, KeyRing
 from graftwork_platform.observability import client_request_id, request_id_of
 from graftwork_platform.text.tokenizer import Tokenizer
 
-MAX_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = 8 << 20
 _CLIENT_CLOSED_REQUEST = 499
 """nginx's number for a client that has gone; nobody reads it but the log and the metrics."""
 

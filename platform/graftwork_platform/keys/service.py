@@ -11,12 +11,13 @@ from uuid import UUID
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+from graftwork_platform.catalog.catalog import live_adapter, newest_ready
 from graftwork_platform.db import Database
 from graftwork_platform.errors import BadRequest, Forbidden, NotFound, Unauthorized
 from graftwork_platform.ids import show, uuid7
 from graftwork_platform.keys.ring import KeyEntry, KeyRing
 from graftwork_platform.keys.text import NewKey, generate, key_hmac
-from graftwork_platform.models import Adapter, ApiKey, Tenant
+from graftwork_platform.models import ApiKey, Tenant
 from graftwork_platform.paging import Page, page_of
 from graftwork_platform.secrets import Secrets, write_private
 
@@ -35,7 +36,7 @@ class Keys:
         self._ring.replace_all(await self._database.run_read(_valid_entries))
 
     async def create(self, tenant_id: UUID, *, adapter: str | None, expires_at: int | None = None) -> tuple[ApiKey, NewKey]:
-        """A new key of a tenant; ``adapter`` names its default. Raises `BadRequest`, `NotFound`."""
+        """A new key of a tenant; ``adapter`` names its default, which can be served. Raises `BadRequest`, `NotFound`."""
         if expires_at is not None and expires_at <= self._now() * 1000:
             raise BadRequest("expires_at lies in the past.", param="expires_at")
         new = generate()
@@ -169,12 +170,13 @@ def _next_file(file: Path) -> Path:
 
 
 def _adapter_id(session: Session, tenant_id: UUID, name: str) -> UUID:
-    found = session.scalar(
-        select(Adapter.id).where(Adapter.tenant_id == tenant_id, Adapter.name == name, Adapter.deleted_at.is_(None))
-    )
-    if found is None:
-        raise NotFound(f"No adapter `{name}` in this tenant; publish it first.", param="adapter", code="adapter_not_found")
-    return found
+    try:
+        adapter = live_adapter(session, tenant_id, name)
+    except NotFound as missing:
+        raise NotFound(f"{missing} Publish it first.", param="adapter", code=missing.code) from None
+    if newest_ready(session, adapter.id) is None:
+        raise NotFound(f"Adapter `{name}` has no ready version; publish one first.", param="adapter", code="version_not_found")
+    return adapter.id
 
 
 def _valid_entries(session: Session) -> list[KeyEntry]:

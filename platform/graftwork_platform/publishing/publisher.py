@@ -17,9 +17,9 @@ from uuid import UUID
 from sqlalchemy.exc import SQLAlchemyError
 
 from graftwork_adapters.base_spec import BaseSpec
-from graftwork_adapters.errors import BlobCorrupt, BlobNotFound, StoreError
+from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt, BlobNotFound, StoreError
 from graftwork_adapters.keys import AdapterDigest, RowTypeName, packed_key, packed_path, upload_prefix
-from graftwork_adapters.publish_job import Limits, PublishJob, PublishResult
+from graftwork_adapters.publish_job import MEMORY_CHECK, Limits, PublishJob, PublishResult
 from graftwork_adapters.report import Report
 from graftwork_adapters.scratch import scratch_folder, sweep_scratch
 from graftwork_adapters.store import ObjectStore
@@ -113,8 +113,8 @@ class Publisher:
     async def ensure_packed(self, digest: AdapterDigest) -> None:
         """Build the packed form of ``digest`` again from its stored upload unless it is there; callers at once share one run.
 
-        Raises `BlobNotFound` if the upload is gone too, `BlobCorrupt` if it is another one now or does not pass, or
-        `StoreUnavailable`.
+        Raises `BlobNotFound` if the upload is gone too, `AdapterTooLarge` if this server's adapter memory can never hold it,
+        `BlobCorrupt` if it is another one now or does not pass otherwise, or `StoreUnavailable`.
         """
         task = self._rebuilds.get(digest)
         if task is None:
@@ -177,7 +177,7 @@ class Publisher:
                 await asyncio.to_thread(self._fetch_upload, digest, upload)
                 result = await self._run(PublishJob(upload, packed, self._spec, self._row_type, self._job_limits(), digest))
                 if not result.ok or result.packed_key is None:
-                    raise BlobCorrupt(f"the stored upload {digest} cannot be packed: {_first_failure(result.report)}")
+                    raise _cannot_pack(digest, result.report)
                 await asyncio.to_thread(self._store.put_if_absent, packed_path(result.packed_key), packed)
 
     async def _run(self, job: PublishJob) -> PublishResult:
@@ -189,6 +189,7 @@ class Publisher:
             max_upload_bytes=self._upload_limits.max_bytes,
             max_files=self._upload_limits.max_files,
             require_base_name=self._limits.require_base_name,
+            memory=self._limits.memory,
         )
 
     def _put(self, folder: Path, result: PublishResult, packed: Path) -> None:
@@ -241,8 +242,12 @@ def _failure(check: str, message: str, fix: str) -> Report:
     return report
 
 
-def _first_failure(report: Report) -> str:
-    return next((finding.message for finding in report.findings if finding.result == "fail"), "no reason was given")
+def _cannot_pack(digest: AdapterDigest, report: Report) -> AdapterTooLarge | BlobCorrupt:
+    failure = next((finding for finding in report.findings if finding.result == "fail"), None)
+    if failure is not None and failure.check == MEMORY_CHECK:
+        return AdapterTooLarge(f"adapter {digest} does not fit this server: {failure.message}; {failure.fix}")
+    reason = "no reason was given" if failure is None else failure.message
+    return BlobCorrupt(f"the stored upload {digest} cannot be packed: {reason}")
 
 
 def _without_paths(error: OSError | StoreError) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import socket
 import sys
 from pathlib import Path
@@ -33,6 +34,9 @@ from graftwork_platform.text.tokenizer import TokenizerError
 
 logger = logging.getLogger(__name__)
 
+LAST_WORDS_S = 5.0
+"""How long streams that were ended at a stop may take to say so and to record their usage."""
+
 
 class ApiConfig(msgspec.Struct, frozen=True):
     """What the supervisor tells an API process: its settings, and where the engine answers."""
@@ -57,22 +61,39 @@ def _as_path(kind: type, value: Any) -> Any:
     raise TypeError(f"{kind} is not part of a configuration")
 
 
+class _Server(uvicorn.Server):
+    """Uvicorn, which on its way out gives streams time to end, and then ends those that did not with an error they can read.
+
+    By itself it would cut them off: a client could not tell a stop from a broken network.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: EngineClient, grace: float) -> None:
+        super().__init__(config)
+        self._engine, self._grace = engine, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting, wait, end streams, wait for their last words, and leave."""
+        ending = asyncio.create_task(self._end_streams())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_streams(self) -> None:
+        await asyncio.sleep(self._grace)
+        await self._engine.end_streams()
+
+
 async def answer(config: ApiConfig, listener: socket.socket) -> None:
     """Answer HTTP on ``listener`` until SIGTERM, then let running streams end within the settings' grace."""
     settings = config.settings
     spec = load_base_spec(settings.model_dir, settings.cache_dir, name=settings.base_name)
     services = build_services(settings, spec, open_store(str(settings.store_dir)))
-    app = create_app(services, EngineClient(config.engine_endpoint), ModelText.from_dir(settings.model_dir))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=int(settings.shutdown_grace),
-        )
-    )
-    await server.serve(sockets=[listener])
+    engine = EngineClient(config.engine_endpoint)
+    app = create_app(services, engine, ModelText.from_dir(settings.model_dir))
+    limit = math.ceil(settings.shutdown_grace + LAST_WORDS_S)
+    options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=limit)
+    await _Server(options, engine, settings.shutdown_grace).serve(sockets=[listener])
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,10 +25,11 @@ import typer
 
 from graftwork_adapters.base_spec import load_base_spec
 from graftwork_adapters.errors import UnsupportedBase
+from graftwork_adapters.publish_job import ServingMemory
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.errors import ConfigError
 from graftwork_platform.admin.client import AdminClient, CallFailed
-from graftwork_platform.serve.api_process import ApiConfig, encode_config
+from graftwork_platform.serve.api_process import LAST_WORDS_S, ApiConfig, encode_config
 from graftwork_platform.serve.data_dir import DataDirBusy, locked
 from graftwork_platform.serve.seed import Seed, SeedFailed, example_curl, plant, read_seed
 from graftwork_platform.serve.supervisor import Child, ChildFailed, Supervisor
@@ -80,6 +82,8 @@ def serve(
     require_base_name: Annotated[bool, typer.Option(help="Refuse adapters that name another base.")] = False,
     served_name: Annotated[str, typer.Option(help="The base's name for clients; the folder's name by default.")] = "",
     request_timeout: Annotated[float, typer.Option(help="Seconds a request may take.")] = 600.0,
+    secrets_dir: Annotated[Path | None, typer.Option(help="Folder of the server's secrets; DATA_DIR/secrets by default.")] = None,
+    shutdown_grace: Annotated[float, typer.Option(help="Seconds that running streams may take to end at a stop.")] = 10.0,
     seed: Annotated[Path | None, typer.Option(metavar="FILE", help="Tenants and adapters to start with.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -98,6 +102,8 @@ def serve(
             row_type=dtype,
             publish=publish,
             request_timeout=request_timeout,
+            shutdown_grace=shutdown_grace,
+            secrets_path=None if secrets_dir is None else secrets_dir.absolute(),
         )
         chosen: dict[str, int | float | None] = {
             "adapter_memory_bytes": adapter_memory,
@@ -112,8 +118,8 @@ def serve(
             "num_threads": threads,
         }
         engine = _engine_config(settings, chosen, prefix_caching=prefix_caching)
-        run(ServePlan(settings, engine, seed, as_json))
-    except (CannotServe, ChildFailed, ConfigError, DataDirBusy, SeedFailed, UnsupportedBase) as error:
+        run(ServePlan(_publishing_for(engine, settings), engine, seed, as_json))
+    except (CannotServe, ChildFailed, ConfigError, DataDirBusy, OSError, SeedFailed, UnsupportedBase) as error:
         typer.echo(json.dumps({"error": {"message": str(error)}}) if as_json else f"Error: {error}", err=not as_json)
         raise typer.Exit(1) from error
 
@@ -131,6 +137,12 @@ def _engine_config(settings: Settings, chosen: dict[str, int | float | None], *,
     return config
 
 
+def _publishing_for(engine: EngineConfig, settings: Settings) -> Settings:
+    """Publishing refuses what the engine's adapter memory could never hold."""
+    memory = ServingMemory(engine.adapter_memory_bytes, engine.adapter_page_bytes, engine.adapter_host_bytes)
+    return replace(settings, publish=replace(settings.publish, memory=memory))
+
+
 def _only_base(data_dir: Path) -> Path:
     folders = [path.parent for path in sorted((data_dir / "base").glob("*/config.json"))]
     if len(folders) != 1:
@@ -144,6 +156,7 @@ def run(plan: ServePlan) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     seed = None if plan.seed_file is None else read_seed(plan.seed_file)
+    os.umask(0o077)  # whatever this server and its children write is their owner's alone
     with ExitStack() as stack:
         stack.enter_context(locked(settings.lock_file))
         load_base_spec(settings.model_dir, settings.cache_dir)  # refuses a base by name now, and leaves its id for the children
@@ -192,7 +205,7 @@ def _children(plan: ServePlan, endpoint: str, listener: socket.socket) -> list[C
             "graftwork_platform.serve.api_process",
             ["--fd", str(listener.fileno())],
             encode_config(api),
-            plan.settings.shutdown_grace + 5.0,
+            plan.settings.shutdown_grace + 2 * LAST_WORDS_S,
             pass_fds=[listener.fileno()],
         ),
     ]
@@ -259,7 +272,7 @@ class _Greeter(threading.Thread):
             f"Graftwork serves {settings.base_name} at {self._url}",
             f"  admin key     {settings.admin_key_file}",
             *([f"  tenants' keys {keys_dir}/"] if keys_dir is not None else []),
-            f"  administer    {_own_command()} tenants list --url {self._url} --data-dir {settings.data_dir}",
+            f"  administer    {_own_command()} tenants list --url {self._url} --data-dir {shlex.quote(str(settings.data_dir))}",
             "  stop          Ctrl-C",
             *(["", "Try it:", "", curl] if curl else []),
             "",

@@ -17,6 +17,9 @@ import tokenizers
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+_NORMALISER_MARGIN = 4
+
+
 class TokenizerError(Exception):
     """The folder's files do not describe a tokenizer."""
 
@@ -30,6 +33,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.is_byte_level = _is_byte_level(backend)
+        self.max_bytes_per_token = _max_bytes_per_token(backend, self.is_byte_level)
         self._byte_of_char = _byte_level_alphabet()
         self._anchor = backend.encode("a", add_special_tokens=False).ids
         self._anchor_text = backend.decode(self._anchor)
@@ -54,6 +58,10 @@ class Tokenizer:
         # Text that spells a special token means that token, also where tokenizer.json has it as an ordinary one.
         backend.add_special_tokens([_as_added_token(value, special=True) for value in named.values()])
         return cls(backend, {name: _content(value) for name, value in named.items()})
+
+    def min_tokens(self, num_bytes: int) -> int:
+        """The least number of tokens that a text of ``num_bytes`` (UTF-8) can make, known without looking at it."""
+        return -(-num_bytes // self.max_bytes_per_token)
 
     @property
     def vocab_size(self) -> int:
@@ -106,6 +114,13 @@ class Tokenizer:
         # Decoders of the SentencePiece kind treat the first token of a text differently: look at it behind another one.
         text = self._backend.decode([*self._anchor, token_id], skip_special_tokens=False)
         return text.removeprefix(self._anchor_text).encode()
+
+
+def _max_bytes_per_token(backend: tokenizers.Tokenizer, is_byte_level: bool) -> int:
+    """No token stands for more bytes of text than this. A normaliser may make a text shorter before it is cut: it gets a margin."""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    longest = max((len(token) if is_byte_level and token.isascii() else len(token.encode()) for token in vocabulary), default=1)
+    return longest * (1 if backend.normalizer is None else _NORMALISER_MARGIN)
 
 
 def read_tokenizer_config(model_dir: Path) -> dict[str, object]:

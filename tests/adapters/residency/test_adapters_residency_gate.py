@@ -1,4 +1,7 @@
-"""The front door, step by step: what starts when, who is evicted, how failures come and go."""
+"""The front door, step by step: what starts when, who is evicted, how failures come and go.
+
+This file is long because every rule of the gate is told with the same few builders and reads on from the one before.
+"""
 
 from __future__ import annotations
 

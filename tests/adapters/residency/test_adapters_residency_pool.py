@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftwork_adapters.base_spec import BaseSpec, Site
-from graftwork_adapters.device_pool import DevicePool, longest_row_bytes
+from graftwork_adapters.device_pool import DevicePool
 from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt
 from graftwork_adapters.fetcher import HostAdapter
+from graftwork_adapters.pack import longest_row_bytes
 from graftwork_adapters.page_table import PageTable, plan_pages
 
 row_sizes = st.lists(st.integers(1, 8).map(lambda n: n * 64), max_size=60)

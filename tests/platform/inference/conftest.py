@@ -17,6 +17,7 @@ import openai
 import pytest
 import tokenizers
 import uvicorn
+from fastapi import FastAPI
 from sqlalchemy import create_engine, select, text
 from sqlalchemy.orm import Session
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -154,14 +155,20 @@ class Server:
     other_key: str
     http: httpx.Client  # one for all: each new client builds a TLS context
     openai: openai.OpenAI
+    app: FastAPI
 
     def client(self, key: str | None = None) -> openai.OpenAI:
         """The official client, strict about every answer's shape, without retries."""
         return self.openai.with_options(api_key=key or self.key)
 
-    def headers(self, **more: str) -> dict[str, str]:
+    def headers(self, **more: str | bytes) -> dict[str, str | bytes]:
         """What every request needs."""
         return {"authorization": f"Bearer {self.key}", "content-type": "application/json", **more}
+
+    def post(self, path: str, body: dict | bytes, **headers: str | bytes) -> httpx.Response:
+        """A request below ``/v1``, its body as JSON or as it is."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.http.post(f"{self.url}/v1/{path}", content=content, headers=self.headers(**headers))
 
     def usage(self, request_id: str) -> list[Usage]:
         """A request's rows, read through a connection of its own."""
@@ -246,7 +253,7 @@ def running_server(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, mo
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=key.text, max_retries=0, timeout=20, _strict_response_validation=True)
         tokenizer = model_text.tokenizer
         keys = (key.text, row.id, other_key.text)
-        found.append(Server(url, settings.database, engine, services, tokenizer, loop, tenant.id, *keys, http, client))
+        found.append(Server(url, settings.database, engine, services, tokenizer, loop, tenant.id, *keys, http, client, app))
         started.set()
         await asyncio.to_thread(stop.wait)
         server.should_exit = True

@@ -1,0 +1,112 @@
+"""What becomes of published blobs: swept after their version, rebuilt when they vanish, and a store that is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from graftwork_adapters.errors import BlobCorrupt, BlobNotFound, StoreUnavailable
+from graftwork_adapters.folder_store import FolderStore
+from graftwork_adapters.keys import AdapterDigest, packed_key, packed_path, upload_prefix
+
+StartAdmin = Callable[..., AbstractContextManager[Any]]
+
+
+def test_blobs_of_deleted_versions_go_after_the_grace_unless_another_tenant_has_them(start_admin: StartAdmin) -> None:
+    clock = [1_700_000_000.0]
+    with start_admin(now=lambda: clock[0]) as admin:
+        one, two = admin.tenant("one"), admin.tenant("two")
+        shared = admin.push(one, b"shared")["version"]["digest"]
+        alone = admin.push(one, b"alone")["version"]["digest"]
+        admin.push(two, b"shared")
+        admin.call("DELETE", f"/tenants/{one}/adapters/support")
+        store, sweep = admin.services.store, admin.services.publisher.sweep
+
+        def blobs(digest: str) -> int:
+            packed = packed_path(packed_key(AdapterDigest(digest), "b" * 64, "bfloat16"))
+            return len(list(store.list_keys(upload_prefix(AdapterDigest(digest))))) + store.exists(packed)
+
+        admin.run(sweep)
+        assert (blobs(shared), blobs(alone)) == (3, 3)
+        clock[0] += 2 * admin.services.settings.request_timeout + 1
+        admin.run(sweep)
+        assert (blobs(shared), blobs(alone)) == (3, 0)
+        admin.call("DELETE", f"/tenants/{two}/adapters/support")
+        clock[0] += 2 * admin.services.settings.request_timeout + 1
+        admin.run(sweep)
+        assert (blobs(shared), blobs(alone)) == (0, 0)
+
+
+def test_a_vanished_packed_form_is_rebuilt_once_for_all_who_wait(admin: Any) -> None:
+    digest = AdapterDigest(admin.push(admin.tenant(), b"one", **{"tokenizer/tokenizer.json": b"{}"})["version"]["digest"])
+    packed = packed_path(packed_key(digest, "b" * 64, "bfloat16"))
+    admin.services.store.delete(packed)
+    before = len(admin.publish.jobs)
+
+    async def many() -> None:
+        await asyncio.gather(*(admin.services.publisher.ensure_packed(digest) for _ in range(8)))
+
+    admin.run(many)
+    assert admin.services.store.exists(packed)
+    assert len(admin.publish.jobs) == before + 1
+    assert admin.publish.jobs[-1].expected_digest == digest
+    admin.run(many)
+    assert len(admin.publish.jobs) == before + 1
+
+
+def test_rebuilding_fails_clearly_when_the_upload_is_gone_or_another_one(admin: Any) -> None:
+    digest = AdapterDigest(admin.push(admin.tenant(), b"one")["version"]["digest"])
+    store = admin.services.store
+    store.delete(packed_path(packed_key(digest, "b" * 64, "bfloat16")))
+    weights = upload_prefix(digest) + "adapter_model.safetensors"
+    store.delete(weights)
+    other = admin.services.settings.data_dir / "other"
+    other.write_bytes(b"not one")
+    store.put_if_absent(weights, other)
+    with pytest.raises(BlobCorrupt, match="the content is another one"):
+        admin.run(admin.services.publisher.ensure_packed, digest)
+    for key in list(store.list_keys(upload_prefix(digest))):
+        store.delete(key)
+    with pytest.raises(BlobNotFound):
+        admin.run(admin.services.publisher.ensure_packed, digest)
+
+
+def test_a_waiter_that_gives_up_does_not_stop_the_rebuild(admin: Any) -> None:
+    digest = AdapterDigest(admin.push(admin.tenant(), b"one")["version"]["digest"])
+    packed = packed_path(packed_key(digest, "b" * 64, "bfloat16"))
+    admin.services.store.delete(packed)
+    admin.publish.blocked = True
+
+    async def one_gives_up() -> None:
+        first = asyncio.create_task(admin.services.publisher.ensure_packed(digest))
+        second = asyncio.create_task(admin.services.publisher.ensure_packed(digest))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        admin.publish.blocked = False
+        await second
+
+    admin.run(one_gives_up)
+    assert admin.services.store.exists(packed)
+
+
+def test_a_store_that_is_away_does_not_keep_the_server_from_starting(
+    start_admin: StartAdmin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start_admin() as admin:
+        digest = AdapterDigest(admin.push(admin.tenant(), b"one")["version"]["digest"])
+        admin.call("DELETE", "/tenants/acme/adapters/support")
+
+    def away(*_arguments: Any) -> None:
+        raise StoreUnavailable("the store is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderStore, "delete", away)
+        with start_admin(request_timeout=0.0) as admin:
+            assert admin.call("GET", "/tenants/acme").status_code == 200
+            assert len(list(admin.services.store.list_keys(upload_prefix(digest)))) == 2
+    with start_admin(request_timeout=0.0) as admin:
+        assert list(admin.services.store.list_keys(upload_prefix(digest))) == []
