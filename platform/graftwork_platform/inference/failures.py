@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graftwork_adapters.errors import AdapterError, BlobCorrupt, StoreUnavailable
+from graftwork_adapters.errors import AdapterError, AdapterTooLarge, BlobCorrupt, StoreUnavailable
 from graftwork_engine.errors import EngineUnavailable, ErrorCode, GraftworkEngineError, RequestFailed, RequestRejected
 from graftwork_platform.errors import BadRequest, PlatformError, ServiceUnavailable
 
@@ -61,9 +61,15 @@ def _adapter_unavailable(model: str, reason: str, code: str) -> PlatformError:
 
 
 def _code_of(failure: AdapterError) -> ErrorCode:
-    if isinstance(failure, StoreUnavailable):
-        return ErrorCode.STORE_UNAVAILABLE
-    return ErrorCode.ADAPTER_CORRUPT if isinstance(failure, BlobCorrupt) else ErrorCode.ADAPTER_MISSING
+    match failure:
+        case StoreUnavailable():
+            return ErrorCode.STORE_UNAVAILABLE
+        case BlobCorrupt():
+            return ErrorCode.ADAPTER_CORRUPT
+        case AdapterTooLarge():
+            return ErrorCode.ADAPTER_TOO_LARGE
+        case _:
+            return ErrorCode.ADAPTER_MISSING
 
 
 def _timed_out(reason: str) -> PlatformError:

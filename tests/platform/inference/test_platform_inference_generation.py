@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 
-from graftwork_adapters.errors import BlobCorrupt, BlobNotFound, StoreUnavailable
+from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt, BlobNotFound, StoreUnavailable
 from graftwork_adapters.keys import AdapterDigest, PackedKey
 from graftwork_engine.errors import ErrorCode, RequestFailed
 from graftwork_engine.messages import OutItem, Sampling
@@ -129,6 +129,7 @@ def test_nothing_is_rebuilt_after_the_first_token() -> None:
     [
         (BlobNotFound("the upload is gone"), 503, "adapter_missing"),
         (BlobCorrupt("another upload"), 503, "adapter_corrupt"),
+        (AdapterTooLarge("9 > 8"), 503, "adapter_too_large"),
         (StoreUnavailable("disk full"), 503, "store_unavailable"),
         (TimeoutError(), 504, "timeout"),
     ],
