@@ -265,3 +265,22 @@ def reference(tiny_base: Path) -> Callable[[Path | None, list[int], int], list[i
         return known[key]
 
     return tokens
+
+
+@pytest.fixture(scope="module")
+def adapters(make_adapter: Callable[..., Path]) -> dict[str, Path]:
+    return {
+        "plain": make_adapter("plain", 1, r=4, lora_alpha=16),
+        "stable": make_adapter("stable", 2, r=8, use_rslora=True),
+        "keys-only": make_adapter("keys-only", 3, r=5, lora_alpha=60, target_modules=["k_proj", "v_proj"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server]) -> Server:
+    return start_server("--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def key(server: Server, adapters: dict[str, Path]) -> str:
+    return server.tenant_with("acme", adapters, default="plain")

@@ -19,25 +19,6 @@ PROMPT = [40, 41, 42, 43, 44, 45]
 
 
 @pytest.fixture(scope="module")
-def adapters(make_adapter: Callable[..., Path]) -> dict[str, Path]:
-    return {
-        "plain": make_adapter("plain", 1, r=4, lora_alpha=16),
-        "stable": make_adapter("stable", 2, r=8, use_rslora=True),
-        "keys-only": make_adapter("keys-only", 3, r=5, lora_alpha=60, target_modules=["k_proj", "v_proj"]),
-    }
-
-
-@pytest.fixture(scope="module")
-def server(start_server: Callable[..., Any]) -> Any:
-    return start_server("--dtype", "float32")
-
-
-@pytest.fixture(scope="module")
-def key(server: Any, adapters: dict[str, Path]) -> str:
-    return str(server.tenant_with("acme", adapters, default="plain"))
-
-
-@pytest.fixture(scope="module")
 def foreign_key(server: Any, make_adapter: Callable[..., Path]) -> str:
     return str(server.tenant_with("globex", {"secret-sauce": make_adapter("secret", 9)}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from graftwork_platform.serve.command import _socket_folder
 from graftwork_platform.serve.data_dir import DataDirBusy, locked
 from graftwork_platform.serve.supervisor import EXIT_CONFIG, Child, ChildFailed, Supervisor
 
@@ -117,3 +119,15 @@ def test_data_directory_has_one_owner_and_dies_with_it(tmp_path: Path) -> None:
     holder.stdout.close()
     with locked(lock):
         assert lock.read_text().strip() == str(os.getpid())
+
+
+def test_the_engines_socket_lies_beside_the_data_unless_that_path_is_too_long(tmp_path: Path) -> None:
+    with _socket_folder(tmp_path) as folder:
+        assert folder == tmp_path / "run"
+        assert folder.is_dir()
+    deep = tmp_path / ("d" * 100)
+    with _socket_folder(deep) as folder:
+        assert folder.is_dir()
+        assert len(str(folder / "engine")) < 107
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not folder.exists()

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,8 +13,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -45,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 600.0
 ENGINE_STOP_S = 10.0
+
+_LONGEST_SOCKET_FOLDER = 90
+"""Bytes; the kernel bounds a socket's whole path to 107."""
 
 
 class CannotServe(Exception):
@@ -164,8 +166,7 @@ def run(plan: ServePlan) -> None:
         listener = stack.enter_context(_listen(settings.host, settings.port))
         address, port = listener.getsockname()[:2]
         url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
-        sockets = Path(tempfile.mkdtemp(prefix="graftwork-"))  # short, since the kernel bounds such a path to 107 bytes
-        stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+        sockets = stack.enter_context(_socket_folder(settings.data_dir))
         supervisor = Supervisor(_children(plan, f"ipc://{sockets}/engine", listener))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: supervisor.request_stop())
@@ -176,6 +177,18 @@ def run(plan: ServePlan) -> None:
             raise greeter.failure
         if not plan.as_json:
             typer.echo("Stopped.")
+
+
+@contextmanager
+def _socket_folder(data_dir: Path) -> Iterator[Path]:
+    """Where the engine's socket lies: beside the data, or in a temporary folder if that path is too long for a socket's."""
+    folder = data_dir / "run"
+    if len(os.fsencode(folder)) <= _LONGEST_SOCKET_FOLDER:
+        folder.mkdir(exist_ok=True, mode=0o700)
+        yield folder
+    else:
+        with tempfile.TemporaryDirectory(prefix="graftwork-") as temporary:
+            yield Path(temporary)
 
 
 def _migrate(database_url: str) -> None:
