@@ -76,7 +76,6 @@ class _Stream:
     deadline: float | None  # Unix time
     items: asyncio.Queue[OutItem] = field(default_factory=asyncio.Queue)
     output_ids: list[int] = field(default_factory=list)
-    epoch: str | None = None  # of the engine it was last added to
     running_in: str | None = None  # the epoch in which it was last seen running
     crashes: int = 0
 
@@ -151,8 +150,8 @@ class EngineClient:
 
     @property
     def stats(self) -> Mapping[str, float]:
-        """The engine's last reading of itself (each second)."""
-        return self._stats
+        """The engine's last reading of itself (each second), and how often another one had to take over."""
+        return {**self._stats, "restarts_total": float(self.restarts)}
 
     @property
     def num_streams(self) -> int:
@@ -234,7 +233,6 @@ class EngineClient:
 
     async def _submit(self, stream: _Stream) -> None:
         if self._info is not None and self._connected.is_set():
-            stream.epoch = self._info.epoch
             await self._send(stream.as_add(self._info.epoch))
 
     async def _send(self, message: ToEngine) -> None:
@@ -282,8 +280,13 @@ class EngineClient:
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            message = decode_to_client(await socket.recv())
+            frame = await socket.recv()
             self._last_heard = asyncio.get_running_loop().time()
+            try:
+                message = decode_to_client(frame)
+            except msgspec.DecodeError as error:  # one bad frame must not end the reading of all streams
+                logger.error("a message from the engine cannot be read and is dropped: %s", error)
+                continue
             await self._handle(message)
 
     async def _handle(self, message: ToClient) -> None:
@@ -379,7 +382,8 @@ class EngineClient:
         was_connected = self._connected.is_set()
         self._connected.clear()
         for claim in self._claims:
-            claim.cancel()
+            if not claim.done():
+                claim.set_exception(EngineUnavailable("the engine ended before it answered"))
         self._claims.clear()
         return was_connected
 

@@ -97,6 +97,7 @@ class Admission:
         if isinstance(request.prompt, str):
             prompt_ids = await self._encode(request.prompt, "prompt", self._limit(), add_special_tokens=True)
         else:
+            self._check_size(len(request.prompt), self._limit(), "prompt")
             prompt_ids = request.prompt
         output = _Output("prompt", request.max_tokens, DEFAULT_COMPLETION_TOKENS, request.logprobs)
         return self._finish(request, origin, model, prompt_ids, output)

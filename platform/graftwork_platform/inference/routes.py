@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from graftwork_platform.catalog.catalog import Catalog, ListedModel
 from graftwork_platform.inference.admission import Admission, Admitted, Origin
-from graftwork_platform.inference.body import read_body
+from graftwork_platform.inference.body import parse_body, read_body
 from graftwork_platform.inference.engine import Engine
 from graftwork_platform.inference.generation import Generator, Tally
 from graftwork_platform.inference.output import OutputText, join
@@ -52,7 +52,7 @@ def inference_router(inference: Inference) -> APIRouter:
     @router.post("/chat/completions")
     async def create_chat_completion(request: Request, caller: Caller = Depends(caller_of)) -> Response:
         origin = _origin(request, caller)
-        chat = parse_chat(await read_body(request, inference.max_body_bytes))
+        chat = await parse_body(parse_chat, await read_body(request, inference.max_body_bytes))
         admitted = await inference.admission.admit_chat(chat, origin)
         wire = ChatWire(_heading("chatcmpl", chat, admitted), inference.tokenizer)
         return await _respond(inference, request, admitted, wire, stream=chat.stream)
@@ -60,7 +60,7 @@ def inference_router(inference: Inference) -> APIRouter:
     @router.post("/completions")
     async def create_completion(request: Request, caller: Caller = Depends(caller_of)) -> Response:
         origin = _origin(request, caller)
-        completion = parse_completion(await read_body(request, inference.max_body_bytes))
+        completion = await parse_body(parse_completion, await read_body(request, inference.max_body_bytes))
         admitted = await inference.admission.admit_completion(completion, origin)
         wire = CompletionWire(_heading("cmpl", completion, admitted), inference.tokenizer)
         return await _respond(inference, request, admitted, wire, stream=completion.stream)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import httpx
 import msgspec
 import pytest
 
+from graftwork_platform.inference import routes, schemas
 from graftwork_platform.text.chat_template import ChatTemplate
 from graftwork_platform.text.tokenizer import Tokenizer
 
@@ -260,6 +262,19 @@ def test_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(server, mo
     response = server.post(path, (CHAT if path.startswith("chat") else TEXT) | change)
     assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
     assert "256" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(("entries", "in_a_thread"), [(10, False), (500_000, True)])
+def test_large_bodies_are_parsed_beside_the_event_loop(server, monkeypatch, entries: int, in_a_thread: bool) -> None:
+    threads = []
+
+    def parse(body: bytes) -> schemas.CompletionRequest:
+        threads.append(threading.current_thread())
+        return schemas.parse_completion(body)
+
+    monkeypatch.setattr(routes, "parse_completion", parse)
+    server.post("completions", TEXT | {"prompt": [5] * entries})
+    assert (threads[0].name.startswith(("asyncio", "uvloop"))) is in_a_thread
 
 
 def test_memory_can_be_the_tighter_limit(server) -> None:
