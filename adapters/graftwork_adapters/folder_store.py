@@ -8,26 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
-from urllib.parse import unquote, urlsplit
 
-from graftwork_adapters.errors import BlobNotFound, InvalidKey, StoreUnavailable, UnsupportedStore
+from graftwork_adapters.errors import BlobNotFound, InvalidKey, StoreUnavailable
 from graftwork_adapters.scratch import scratch_folder, sweep_scratch
-from graftwork_adapters.store import ObjectStore
 
 _INCOMING = ".incoming"  # half-written blobs; never part of a key
 _MAX_NAME_BYTES = 255  # of one part of a key: what Linux file systems take
-
-
-def open_store(url: str) -> ObjectStore:
-    """The store at a folder path or ``file://`` URL. Raises `UnsupportedStore` for every other scheme."""
-    parts = urlsplit(url)
-    if not parts.scheme:
-        return FolderStore(Path(url))
-    if parts.scheme != "file":
-        raise UnsupportedStore(f"a store at {parts.scheme}:// is not served by this version; give a folder or a file:// URL")
-    if parts.netloc not in ("", "localhost"):
-        raise UnsupportedStore(f"a file:// URL names a folder of this machine, not of {parts.netloc}")
-    return FolderStore(Path(unquote(parts.path)))
 
 
 class FolderStore:

@@ -1,10 +1,26 @@
-"""The object store: blobs by exact key, written once. Drivers: `folder_store.FolderStore` and, later, S3."""
+"""The object store: blobs by exact key, written once. Drivers: `folder_store`, `s3_store`; `stores.open_store` picks one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Which object store, as plain values that travel to other processes as JSON.
+
+    ``url`` is a folder's path, ``file://PATH`` or ``s3://BUCKET[/PREFIX]``; the rest is for S3. Credentials are never part of it:
+    they come from where AWS's own tools look (``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, profiles, instance roles).
+    """
+
+    url: str
+    s3_endpoint: str | None = None  # of an S3-compatible server; None: AWS
+    s3_region: str | None = None  # None: AWS_REGION, a profile's, or us-east-1
+    s3_path_style: bool | None = None  # bucket in the path and not in the host's name; None: with an endpoint, yes
+    s3_ca_bundle: str | None = None  # PEM file that the endpoint's certificate is checked against
 
 
 class ObjectStore(Protocol):

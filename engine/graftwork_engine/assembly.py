@@ -14,9 +14,9 @@ from graftwork_adapters.base_spec import BaseSpec, load_base_spec
 from graftwork_adapters.device_pool import DevicePool
 from graftwork_adapters.errors import AdapterError, UnsupportedBase
 from graftwork_adapters.fetcher import Fetcher
-from graftwork_adapters.folder_store import open_store
 from graftwork_adapters.pack import longest_row_bytes
 from graftwork_adapters.residency import AdapterResidency
+from graftwork_adapters.stores import open_store
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.core import EngineCore
 from graftwork_engine.errors import ConfigError, ErrorCode, UnsupportedModel
@@ -169,11 +169,11 @@ def _residency(
     config: EngineConfig, spec: BaseSpec, device: torch.device, on_change: Callable[[], None]
 ) -> AdapterResidency | None:
     """Adapter memory and the way into it; None without a store."""
-    if config.store_url is None or config.cache_dir is None:
+    if config.store is None or config.cache_dir is None:
         return None
     longest_row = longest_row_bytes(spec, config.dtype)
     try:
-        fetcher = Fetcher(open_store(config.store_url), Path(config.cache_dir) / "packed", config.adapter_disk_bytes)
+        fetcher = Fetcher(open_store(config.store), Path(config.cache_dir) / "packed", config.adapter_disk_bytes)
     except AdapterError as error:
         raise ConfigError(str(error)) from error
     pool = DevicePool(

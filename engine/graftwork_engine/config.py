@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from graftwork_adapters.store import StoreConfig
 from graftwork_engine.errors import ConfigError
 
 MIB = 1 << 20
@@ -71,8 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_adapter_loaders: int = 4
     """Adapters that are fetched at the same time."""
 
-    store_url: str | None = None
-    """Object store of packed adapters: a folder, or a URL with a scheme; None: this engine serves the base alone."""
+    store: StoreConfig | None = None
+    """Object store of packed adapters; None: this engine serves the base alone."""
 
     cache_dir: str | None = None
     """Folder of the local disk cache; needed with a store."""
@@ -96,8 +97,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len is {self.max_model_len}; a prompt and an output token need at least 2")
-        if self.store_url is not None and self.cache_dir is None:
-            raise ConfigError("store_url is set and cache_dir is not; name a folder for the packed adapters that are fetched")
+        if self.store is not None and self.cache_dir is None:
+            raise ConfigError("store is set and cache_dir is not; name a folder for the packed adapters that are fetched")
 
     def _check_numbers(self) -> None:
         for name in (

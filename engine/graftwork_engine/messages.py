@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised with every change of a message; a Hello of another version is refused by name."""
 
 
@@ -17,6 +17,10 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch that filter off. ``stop_token_ids`` holds the
     end-of-sequence ids unless the caller ignores them; a stop token is part of the output and is counted. ``logprobs`` is the
     number of alternatives to report beside each drawn token (0: the drawn token alone; None: nothing).
+
+    ``presence_penalty`` is taken off the logits of tokens that the output holds, ``frequency_penalty`` times how often it does;
+    ``repetition_penalty`` divides the positive and multiplies the negative logits of tokens that prompt or output hold.
+    ``logit_bias`` is added first. Until there are ``min_tokens`` of output no stop token is drawn.
     """
 
     max_tokens: int
@@ -29,6 +33,11 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -88,9 +97,17 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
-    """Ask for the final counts of requests whose client died."""
+    """Ask for the final counts of these requests, whose client died."""
 
     epoch: str
+    request_ids: list[str]
+
+
+class Settled(msgspec.Struct, frozen=True, tag="settled"):
+    """The final counts of these orphans are durable elsewhere: the engine may forget them."""
+
+    epoch: str
+    request_ids: list[str]
 
 
 # Engine → API process
@@ -149,10 +166,14 @@ class Orphan(msgspec.Struct, frozen=True):
 
 
 class Orphans(msgspec.Struct, frozen=True, tag="orphans"):
-    """Answers Claim; each orphan is handed over once."""
+    """Answers Claim: the requests that stopped, and those still ``stopping``, which may be claimed again in a moment.
+
+    A claimed request that is in neither list is not known to this engine. Orphans are kept until Settled.
+    """
 
     epoch: str
     items: list[Orphan]
+    stopping: list[str]
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
@@ -162,7 +183,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     values: dict[str, float]
 
 
-ToEngine = Hello | Add | Abort | Heartbeat | Claim
+ToEngine = Hello | Add | Abort | Heartbeat | Claim | Settled
 ToClient = Ready | Refused | Running | Out | Orphans | Stats | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import subprocess
 import sys
@@ -10,7 +9,10 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from graftwork_adapters.errors import StoreError
 from graftwork_adapters.report import Report
+from graftwork_adapters.store import StoreConfig
+from graftwork_adapters.stores import open_store
 from graftwork_platform.admin.client import AdminClient, CallFailed
 from graftwork_platform.db import UnsupportedDatabase, check_url, sqlite_path
 from graftwork_platform.serve.data_dir import DataDirBusy, locked
@@ -50,12 +52,7 @@ def examine_data(report: Report, settings: Settings) -> None:
     for path in (settings.admin_key_file, settings.secrets_dir / "pepper", settings.secrets_dir / "cache-salt"):
         _examine_secret(report, path)
     _examine_database(report, settings.database)
-    try:
-        os.listdir(settings.store_dir)
-        report.passed("object store", "can be read", str(settings.store_dir))
-    except OSError as error:
-        fix = "give it back to the server's user, or restore it from a backup"
-        report.fail("object store", str(settings.store_dir), f"cannot be read: {error.strerror}", fix)
+    _examine_store(report, settings.store)
 
 
 def examine_server(report: Report, client: AdminClient) -> None:
@@ -109,6 +106,15 @@ def _examine_secret(report: Report, path: Path) -> None:
         report.warn("secrets", str(path), f"others may read it (mode {mode:o})", f"chmod 600 {path}")
     else:
         report.passed("secrets", "readable by its owner alone", str(path))
+
+
+def _examine_store(report: Report, config: StoreConfig) -> None:
+    try:
+        next(open_store(config).list_keys("uploads/"), None)
+        report.passed("object store", "can be read", config.url)
+    except StoreError as error:
+        fix = "give it back to the server's user, or restore it from a backup"
+        report.fail("object store", config.url, f"cannot be read: {error}", fix)
 
 
 def _examine_database(report: Report, url: str) -> None:

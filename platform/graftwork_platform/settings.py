@@ -12,6 +12,7 @@ from sqlalchemy.engine import URL
 
 from graftwork_adapters.keys import RowTypeName
 from graftwork_adapters.publish_job import ServingMemory
+from graftwork_adapters.store import StoreConfig
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -55,7 +56,7 @@ class Settings:
     dtype: Dtype = "bfloat16"
     row_type: RowTypeName = "bfloat16"
     database_url: str = ""
-    object_store_dir: Path | None = None
+    object_store: StoreConfig | None = None  # None: a folder of the data directory
     secrets_path: Path | None = None  # None: a folder of the data directory
     upload: UploadLimits = UploadLimits()
     publish: PublishLimits = PublishLimits()
@@ -106,9 +107,9 @@ class Settings:
         return self.data_dir / "cache"
 
     @property
-    def store_dir(self) -> Path:
-        """Root of the folder object store."""
-        return self.object_store_dir or self.data_dir / "objects"
+    def store(self) -> StoreConfig:
+        """The object store."""
+        return self.object_store or StoreConfig(str(self.data_dir / "objects"))
 
 
 @dataclass(frozen=True, slots=True)

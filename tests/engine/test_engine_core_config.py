@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from graftwork_adapters.store import StoreConfig
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.errors import ConfigError
 
@@ -18,7 +19,7 @@ def model_dir(tmp_path: Path) -> str:
 
 
 def test_defaults_are_valid_and_survive_json(model_dir: str) -> None:
-    config = EngineConfig(model_dir=model_dir, store_url="/blobs", cache_dir="/cache", kv_memory_bytes=1 << 20)
+    config = EngineConfig(model_dir=model_dir, store=StoreConfig("/blobs"), cache_dir="/cache", kv_memory_bytes=1 << 20)
     config.validate()
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
 
@@ -42,7 +43,7 @@ def test_settings_are_frozen(model_dir: str) -> None:
         ({"adapter_page_bytes": 100}, "adapter_page_bytes is 100; choose a multiple of 64"),
         ({"adapter_memory_bytes": 64}, "less than one page of 262144; raise it, or lower adapter_page_bytes"),
         ({"max_model_len": 1}, "max_model_len is 1; a prompt and an output token need at least 2"),
-        ({"store_url": "/blobs"}, "cache_dir is not; name a folder"),
+        ({"store": StoreConfig("/blobs")}, "cache_dir is not; name a folder"),
         ({"model_dir": "/nowhere"}, "/nowhere has no config.json; name a folder"),
     ],
 )

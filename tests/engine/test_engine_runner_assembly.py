@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from graftwork_adapters.store import StoreConfig
 from graftwork_engine import kv_memory
 from graftwork_engine.assembly import EngineAssembly, build_engine
 from graftwork_engine.config import EngineConfig
@@ -94,7 +95,7 @@ def test_without_a_store_an_adapter_is_missing(build: Callable[..., EngineAssemb
 def test_an_adapter_that_the_store_lacks_is_missing_and_wakes_the_engine(
     build: Callable[..., EngineAssembly], tmp_path: Path
 ) -> None:
-    assembly = build(store_url=str(tmp_path / "store"))
+    assembly = build(store=StoreConfig(str(tmp_path / "store")))
     woken: list[bool] = []
     assembly.wake_with(lambda: woken.append(True))
     (item,) = run(assembly, make_request(adapter="ab" * 32))
@@ -120,7 +121,7 @@ def test_limits_are_what_the_model_and_memory_allow(build: Callable[..., EngineA
     [
         ({"max_model_len": 129}, "max_model_len is 129.*128"),
         ({"kv_memory_bytes": BLOCK_BYTES - 1}, f"holds no block.*{BLOCK_BYTES} bytes"),
-        ({"store_url": "ftp://host/x"}, "ftp"),
+        ({"store": StoreConfig("ftp://host/x")}, "ftp"),
         ({"model_dir": "/nowhere"}, "nowhere"),
         ({"block_size": 0}, "block_size"),
     ],

@@ -21,6 +21,7 @@ from graftwork_adapters.folder_store import FolderStore
 from graftwork_adapters.keys import packed_path
 from graftwork_adapters.publish import publish
 from graftwork_adapters.publish_job import PublishJob
+from graftwork_adapters.store import StoreConfig
 from graftwork_engine.assembly import build_engine
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.messages import OutItem, Sampling
@@ -199,7 +200,7 @@ class Engine:
             "kv_memory_bytes": 1 << 20,
             "adapter_memory_bytes": 8 << 20,
             "adapter_page_bytes": 4096,
-            "store_url": str(golden.store_dir),
+            "store": StoreConfig(str(golden.store_dir)),
             "cache_dir": str(cache_dir),
         }
         self._assembly = build_engine(msgspec.convert({**defaults, **settings}, EngineConfig))

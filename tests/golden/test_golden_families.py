@@ -24,7 +24,7 @@ def test_every_adapter_changes_the_base_in_its_own_way(golden) -> None:
 
 
 def test_base_alone(golden, job, start_engine, assert_matches) -> None:
-    engine = start_engine(store_url=None)
+    engine = start_engine(store=None)
     for prompt in PROMPTS:
         request = job(prompt, scores_prompt=True)
         (answer,) = engine.run(request)

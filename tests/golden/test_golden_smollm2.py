@@ -19,6 +19,7 @@ from graftwork_adapters.folder_store import FolderStore
 from graftwork_adapters.keys import packed_path
 from graftwork_adapters.publish import publish
 from graftwork_adapters.publish_job import PublishJob
+from graftwork_adapters.store import StoreConfig
 from graftwork_engine.assembly import build_engine
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.core import EngineCore
@@ -88,7 +89,7 @@ def outputs(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) 
         kv_memory_bytes=512 << 20,
         max_num_seqs=72,
         adapter_memory_bytes=32 << 20,
-        store_url=str(folder / "store"),
+        store=StoreConfig(str(folder / "store")),
         cache_dir=str(folder / "cache"),
     )
     assembly = build_engine(config)

@@ -16,10 +16,10 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from graftwork_adapters.base_spec import BaseSpec
-from graftwork_adapters.folder_store import FolderStore
 from graftwork_adapters.keys import AdapterDigest, packed_key
 from graftwork_adapters.publish_job import PublishJob, PublishResult
 from graftwork_adapters.report import Report
+from graftwork_adapters.stores import open_store
 from graftwork_migrations import runner
 from graftwork_platform.admin.routes import admin_router
 from graftwork_platform.context import Services, build_services, running
@@ -154,7 +154,7 @@ def start_admin(data_settings: Settings, bare_spec: BaseSpec) -> Callable[..., A
         steer = steer or SteeredPublish()
         settings = replace(data_settings, **changes)
         clock = {"now": now} if now else {}
-        services = build_services(settings, spec, FolderStore(settings.store_dir), run=steer, **clock)
+        services = build_services(settings, spec, open_store(settings.store), run=steer, **clock)
 
         @asynccontextmanager
         async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -282,7 +282,7 @@ def test_doctor_reads_a_data_directory_that_is_not_in_order(data_settings: Setti
     data_settings.admin_key_file.write_text("x")
     data_settings.admin_key_file.chmod(0o644)
     (data_settings.data_dir / "graftwork.db").write_bytes(b"no database" * 1000)
-    data_settings.store_dir.mkdir()
+    Path(data_settings.store.url).mkdir()
     data_settings.secrets_dir.mkdir()
     for name in ("pepper", "cache-salt"):
         (data_settings.secrets_dir / name).write_text("x")

@@ -19,7 +19,7 @@ import uvicorn
 
 from graftwork_adapters.base_spec import load_base_spec
 from graftwork_adapters.errors import AdapterError
-from graftwork_adapters.folder_store import open_store
+from graftwork_adapters.stores import open_store
 from graftwork_engine.client import EngineClient
 from graftwork_engine.errors import UnsupportedModel
 from graftwork_engine.lifeline import die_with_parent
@@ -88,7 +88,7 @@ async def answer(config: ApiConfig, listener: socket.socket) -> None:
     """Answer HTTP on ``listener`` until SIGTERM, then let running streams end within the settings' grace."""
     settings = config.settings
     spec = load_base_spec(settings.model_dir, settings.cache_dir, name=settings.base_name)
-    services = build_services(settings, spec, open_store(str(settings.store_dir)))
+    services = build_services(settings, spec, open_store(settings.store))
     engine = EngineClient(config.engine_endpoint)
     app = create_app(services, engine, ModelText.from_dir(settings.model_dir))
     limit = math.ceil(settings.shutdown_grace + LAST_WORDS_S)

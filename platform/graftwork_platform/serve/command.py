@@ -25,6 +25,7 @@ import typer
 from graftwork_adapters.base_spec import load_base_spec
 from graftwork_adapters.errors import UnsupportedBase
 from graftwork_adapters.publish_job import ServingMemory
+from graftwork_adapters.store import StoreConfig
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.errors import ConfigError
 from graftwork_platform.admin.client import AdminClient, CallFailed
@@ -84,6 +85,19 @@ def serve(
     require_base_name: Annotated[bool, typer.Option(help="Refuse adapters that name another base.")] = False,
     served_name: Annotated[str, typer.Option(help="The base's name for clients; the folder's name by default.")] = "",
     request_timeout: Annotated[float, typer.Option(help="Seconds a request may take.")] = 600.0,
+    database_url: Annotated[
+        str, typer.Option(envvar="GRAFTWORK_DATABASE_URL", help="PostgreSQL or SQLite; by default a SQLite file in DATA_DIR.")
+    ] = "",
+    object_store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Of adapters: a folder or s3://BUCKET/PREFIX; by default a folder in DATA_DIR."),
+    ] = None,
+    s3_endpoint: Annotated[str | None, typer.Option(metavar="URL", help="An S3-compatible server; AWS by default.")] = None,
+    s3_region: Annotated[str | None, typer.Option(help="Region of the bucket.")] = None,
+    s3_path_style: Annotated[
+        bool | None, typer.Option(help="Bucket in the path of the URL and not in the host; by default with --s3-endpoint.")
+    ] = None,
+    s3_ca_bundle: Annotated[Path | None, typer.Option(help="PEM file that the endpoint's certificate is checked against.")] = None,
     secrets_dir: Annotated[Path | None, typer.Option(help="Folder of the server's secrets; DATA_DIR/secrets by default.")] = None,
     shutdown_grace: Annotated[float, typer.Option(help="Seconds that running streams may take to end at a stop.")] = 10.0,
     seed: Annotated[Path | None, typer.Option(metavar="FILE", help="Tenants and adapters to start with.")] = None,
@@ -106,6 +120,16 @@ def serve(
             request_timeout=request_timeout,
             shutdown_grace=shutdown_grace,
             secrets_path=None if secrets_dir is None else secrets_dir.absolute(),
+            database_url=database_url,
+            object_store=None
+            if object_store is None
+            else StoreConfig(
+                object_store if "://" in object_store else str(Path(object_store).absolute()),
+                s3_endpoint,
+                s3_region,
+                s3_path_style,
+                None if s3_ca_bundle is None else str(s3_ca_bundle.absolute()),
+            ),
         )
         chosen: dict[str, int | float | None] = {
             "adapter_memory_bytes": adapter_memory,
@@ -130,7 +154,7 @@ def _engine_config(settings: Settings, chosen: dict[str, int | float | None], *,
     fixed = {
         "model_dir": str(settings.model_dir),
         "dtype": settings.dtype,
-        "store_url": str(settings.store_dir),
+        "store": settings.store,
         "cache_dir": str(settings.cache_dir),
         "enable_prefix_caching": prefix_caching,
     }

@@ -13,8 +13,10 @@ import pytest
 
 from graftwork_adapters import folder_store
 from graftwork_adapters.errors import InvalidKey, StoreUnavailable, UnsupportedStore
-from graftwork_adapters.folder_store import FolderStore, open_store
+from graftwork_adapters.folder_store import FolderStore
 from graftwork_adapters.scratch import scratch_folder, sweep_scratch
+from graftwork_adapters.store import StoreConfig
+from graftwork_adapters.stores import open_store
 
 
 @pytest.fixture
@@ -142,9 +144,9 @@ def test_two_stores_on_one_folder_see_each_other(tmp_path, source):
 
 def test_store_urls(tmp_path, source, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    open_store("re lative").put_if_absent("packed/a", source)
-    assert open_store(str(tmp_path / "re lative")).exists("packed/a")
-    assert open_store(f"file://{tmp_path}/re%20lative").exists("packed/a")
-    for url in ("s3://bucket/prefix", "http://host/x", "file://elsewhere/x"):
+    open_store(StoreConfig("re lative")).put_if_absent("packed/a", source)
+    assert open_store(StoreConfig(str(tmp_path / "re lative"))).exists("packed/a")
+    assert open_store(StoreConfig(f"file://{tmp_path}/re%20lative")).exists("packed/a")
+    for url in ("http://host/x", "file://elsewhere/x"):
         with pytest.raises(UnsupportedStore):
-            open_store(url)
+            open_store(StoreConfig(url))

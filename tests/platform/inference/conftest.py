@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from graftwork_adapters.base_spec import BaseSpec
-from graftwork_adapters.folder_store import FolderStore
+from graftwork_adapters.stores import open_store
 from graftwork_engine.client import GenerationRequest
 from graftwork_engine.messages import OutItem, Ready
 from graftwork_migrations.runner import upgrade
@@ -236,7 +236,7 @@ def running_server(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, mo
 
     async def main() -> None:
         spec = BaseSpec("base-id", BASE, "LlamaForCausalLM", 1, (), frozenset())
-        services = build_services(settings, spec, FolderStore(settings.store_dir))
+        services = build_services(settings, spec, open_store(settings.store))
         engine = ScriptedEngine(model_text.tokenizer)
         app = create_app(services, engine, model_text)
         server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
