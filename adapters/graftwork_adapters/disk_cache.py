@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
 import uuid
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 _FILE_NAME = re.compile(r"([0-9a-f]{64})-[0-9a-f]{32}\.safetensors")
 
@@ -75,7 +79,7 @@ class DiskCache:
             self._files[key] = _File(path, num_bytes)
             self._num_bytes += num_bytes - (replaced.num_bytes if replaced else 0)
         if replaced:
-            replaced.path.unlink(missing_ok=True)
+            _delete(replaced.path)
         self.trim()
         return path
 
@@ -87,7 +91,7 @@ class DiskCache:
                 return
             del self._files[key]
             self._num_bytes -= file.num_bytes
-        path.unlink(missing_ok=True)
+        _delete(path)
 
     def trim(self) -> None:
         """Delete the least recently used unpinned files until the rest is within the bound."""
@@ -101,20 +105,60 @@ class DiskCache:
                 if self._num_bytes <= self._max_bytes:
                     break
         for file in victims:
-            file.path.unlink(missing_ok=True)
+            _delete(file.path)
+
+    def discrepancies(self, pins: Mapping[str, int]) -> list[str]:
+        """Recount the folder; what is wrong with the books, empty when all is well. Touches the disk.
+
+        For a cache that nobody uses meanwhile: a file that is on its way in or out would be a complaint. ``pins`` are those there
+        should be, by key.
+        """
+        with self._lock:
+            files, booked, kept_pins = dict(self._files), self._num_bytes, dict(self._pins)
+        found = [
+            f"disk cache: {kept_pins.get(key, 0)} pins of {key}, {pins.get(key, 0)} loads in flight"
+            for key in sorted(kept_pins.keys() | pins.keys())
+            if kept_pins.get(key, 0) != pins.get(key, 0)
+        ]
+        if booked != (counted := sum(file.num_bytes for file in files.values())):
+            found.append(f"disk cache: {booked} bytes booked, {counted} counted")
+        unpinned = sum(file.num_bytes for key, file in files.items() if key not in kept_pins)
+        if unpinned and booked > self._max_bytes:
+            found.append(f"disk cache: {booked} bytes of at most {self._max_bytes}, {unpinned} of them could be deleted")
+        try:
+            there = {path: num_bytes for _, path, num_bytes, _ in self._files_there()}
+        except OSError as error:
+            return [*found, f"disk cache: the folder cannot be read: {error.strerror}"]
+        for key, file in files.items():
+            if (num_bytes := there.pop(file.path, None)) != file.num_bytes:
+                state = "is not there" if num_bytes is None else f"has {num_bytes}"
+                found.append(f"disk cache: the file of {key} was booked with {file.num_bytes} bytes and {state}")
+        return found + [f"disk cache: {path.name} is in nobody's books" for path in there]
+
+    def _files_there(self) -> Iterator[tuple[str, Path, int, int]]:
+        """(key, path, bytes, time of last use) of each file in the folder that is named like one of ours."""
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                match = _FILE_NAME.fullmatch(entry.name)
+                if match and entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    yield match[1], Path(entry.path), status.st_size, status.st_mtime_ns
 
     def _scan(self) -> None:
-        found = []
-        for entry in os.scandir(self._folder):
-            match = _FILE_NAME.fullmatch(entry.name)
-            if match and entry.is_file(follow_symlinks=False):
-                status = entry.stat(follow_symlinks=False)
-                found.append((status.st_mtime_ns, match[1], _File(Path(entry.path), status.st_size)))
-        for _, key, file in sorted(found, key=lambda item: item[0]):
+        for key, path, num_bytes, _ in sorted(self._files_there(), key=lambda file: file[3]):
+            file = _File(path, num_bytes)
             older = self._files.pop(key, None)
             if older:
                 self._num_bytes -= older.num_bytes
-                older.path.unlink(missing_ok=True)
+                _delete(older.path)
             self._files[key] = file
             self._num_bytes += file.num_bytes
         self.trim()
+
+
+def _delete(path: Path) -> None:
+    """Delete a file that is in nobody's books any more. One that cannot be is found by a recount, and by the next start."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("the adapter disk cache cannot delete %s: %s", path.name, error.strerror)

@@ -6,8 +6,8 @@ AdapterError
 │   ├── BlobNotFound     no such key in the object store
 │   ├── BlobCorrupt      its bytes are not what the key or the metadata says
 │   ├── InvalidKey       not a key of an object store
-│   ├── UnsupportedStore a store URL that this version has no driver for
-│   └── StoreUnavailable it does not answer, or the disk is full
+│   ├── UnsupportedStore a store's configuration that no driver can serve
+│   └── StoreUnavailable it does not answer, refuses us, or its disk is full; says what the operator can do
 ├── AdapterTooLarge      it can never fit the memory it is meant for
 ├── PatternTooSlow       an upload's regular expressions took more time than they may; names the config field
 └── UnsupportedBase      the base model's files do not describe a decoder that adapters can attach to
@@ -48,11 +48,18 @@ class InvalidKey(StoreError):
 
 
 class UnsupportedStore(StoreError):
-    """A store URL that this version has no driver for."""
+    """A store's configuration that no driver can serve."""
 
 
 class StoreUnavailable(StoreError):
-    """The store does not answer, or cannot write."""
+    """The store does not answer, refuses us, or cannot write.
+
+    The text may reach a tenant, so it names no bucket, host or path; ``fix`` is what the operator can do about it, or empty.
+    """
+
+    def __init__(self, problem: str, *, fix: str = "") -> None:
+        self.fix = fix
+        super().__init__(problem)
 
 
 class AdapterTooLarge(AdapterError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +87,18 @@ class Fetcher:
     def abandon(self, index: PackedIndex) -> None:
         """Give up what `fetch` returned without reading it."""
         self._disk.unpin(index.key)
-        with _unavailable_on_os_error():
-            self._disk.trim()
+        self._disk.trim()
+
+    def discrepancies(self, pins: Mapping[str, int]) -> list[str]:
+        """What is wrong on the local disk while nothing is being fetched, read or abandoned; empty when all is well.
+
+        ``pins`` counts, by key, what was fetched and neither read nor abandoned.
+        """
+        with self._lock:
+            found = [f"fetches: {flight.num_waiting} are waiting for {key}" for key, flight in self._flights.items()]
+        leftovers = [path.name for path in self._incoming.iterdir()] if self._incoming.is_dir() else []
+        found += [f"fetches: {name} was left half written" for name in leftovers]
+        return found + self._disk.discrepancies(pins)
 
     def _cached_index(self, key: str) -> PackedIndex | None:
         path = self._disk.find(key)

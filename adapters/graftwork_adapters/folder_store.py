@@ -11,9 +11,7 @@ from stat import S_ISREG
 
 from graftwork_adapters.errors import BlobNotFound, InvalidKey, StoreUnavailable
 from graftwork_adapters.scratch import scratch_folder, sweep_scratch
-
-_INCOMING = ".incoming"  # half-written blobs; never part of a key
-_MAX_NAME_BYTES = 255  # of one part of a key: what Linux file systems take
+from graftwork_adapters.store import SCRATCH_NAME, check_key, check_prefix, is_key
 
 
 class FolderStore:
@@ -27,7 +25,7 @@ class FolderStore:
         self._root = root.absolute()
         with _unavailable_on_os_error("the store's folder"):
             self._root.mkdir(parents=True, exist_ok=True)
-            sweep_scratch(self._root / _INCOMING)
+            sweep_scratch(self._root / SCRATCH_NAME)
 
     def put_if_absent(self, key: str, source: Path) -> bool:
         """See `ObjectStore.put_if_absent`. A full disk is `StoreUnavailable`."""
@@ -66,8 +64,7 @@ class FolderStore:
 
     def list_keys(self, prefix: str) -> Iterator[str]:
         """See `ObjectStore.list_keys`."""
-        if not prefix.endswith("/"):
-            raise InvalidKey(f"a prefix ends in '/', {prefix!r} does not")
+        check_prefix(prefix)
         return self._walk(self._path(prefix[:-1]), prefix)
 
     def delete(self, key: str) -> None:
@@ -79,13 +76,11 @@ class FolderStore:
                 _sync_folder(path.parent)
 
     def _path(self, key: str) -> Path:
-        parts = key.split("/")
-        if parts[0] == _INCOMING or not all(map(_is_name, parts)):
-            raise InvalidKey(f"{key!r} is not a key of an object store")
-        return self._root.joinpath(*parts)
+        check_key(key)
+        return self._root.joinpath(*key.split("/"))
 
     def _link_copy(self, source: Path, target: Path, key: str) -> bool:
-        with scratch_folder(self._root / _INCOMING) as scratch:
+        with scratch_folder(self._root / SCRATCH_NAME) as scratch:
             blob = scratch / "blob"
             with source.open("rb") as original, blob.open("xb") as copy:
                 shutil.copyfileobj(original, copy, 1 << 20)
@@ -114,15 +109,16 @@ class FolderStore:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 yield from self._walk(folder / entry.name, f"{prefix}{entry.name}/")
-            elif entry.is_file(follow_symlinks=False):
+            elif entry.is_file(follow_symlinks=False) and is_key(prefix + entry.name):
                 yield prefix + entry.name
 
 
-def _is_name(part: str) -> bool:
-    try:
-        return part not in ("", ".", "..") and "\0" not in part and len(part.encode()) <= _MAX_NAME_BYTES
-    except UnicodeEncodeError:
-        return False
+def check_folder(root: Path) -> None:
+    """Raises `StoreUnavailable` unless the folder is there and can be read and written. Changes nothing."""
+    with _unavailable_on_os_error("the store's folder"):
+        next(os.scandir(root), None)
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise StoreUnavailable("the object store's folder cannot be written", fix="give it back to the server's user")
 
 
 def _listing_order(entry: os.DirEntry[str]) -> str:

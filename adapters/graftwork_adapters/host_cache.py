@@ -73,15 +73,22 @@ class HostCache:
         self._unpinned[key] = None
         self._unpinned_bytes += self._num_bytes[key]
 
-    def check_integrity(self) -> None:
-        """Raise `AssertionError` unless the byte counts are right and within the budget."""
-        if self.used_bytes != sum(self._num_bytes.values()) or self.used_bytes > self.capacity_bytes:
-            raise AssertionError(f"host bytes: {self.used_bytes} of {self.capacity_bytes}, {sum(self._num_bytes.values())} counted")
-        if self._unpinned_bytes != sum(self._num_bytes[key] for key in self._unpinned):
-            raise AssertionError(f"host bytes: {self._unpinned_bytes} said to be unpinned")
-        wrong = [key for key, copy in self._copies.items() if copy.adapter.index.num_bytes != self._num_bytes[key]]
-        if wrong:
-            raise AssertionError(f"host bytes: wrong for {wrong}")
+    def discrepancies(self) -> list[str]:
+        """Recount the bytes from the copies themselves; what is wrong with the books, empty when all is well."""
+        found = []
+        if self.used_bytes != (counted := sum(self._num_bytes.values())):
+            found.append(f"host memory: {self.used_bytes} bytes booked, {counted} counted")
+        if self.used_bytes > self.capacity_bytes:
+            found.append(f"host memory: {self.used_bytes} bytes used of {self.capacity_bytes}")
+        if self._unpinned_bytes != (counted := sum(self._num_bytes.get(key, 0) for key in self._unpinned)):
+            found.append(f"host memory: {self._unpinned_bytes} unpinned bytes booked, {counted} counted")
+        for key, copy in self._copies.items():
+            if copy.adapter.rows.nbytes != (booked := self._num_bytes.get(key, 0)):
+                found.append(f"host memory: {booked} bytes booked for adapter {key}, it has {copy.adapter.rows.nbytes}")
+        found += [
+            f"host memory: adapter {key} may be evicted and is not there" for key in self._unpinned.keys() - self._copies.keys()
+        ]
+        return found
 
     def pinned_keys(self) -> set[str]:
         """Keys that are pinned, filled or not."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,24 +117,29 @@ class PageTable:
         self._free_indices.append(placement.index)
         self._give_rows(placement.first_row, placement.num_rows)
 
-    def check_integrity(self, live: Iterable[Placement]) -> None:
-        """Raise `AssertionError` unless free and ``live`` pages, rows and indices are each counted exactly once."""
-        placements = list(live)
-        pages = self._free_pages + [page for p in placements for page in p.pages]
-        if sorted(pages) != list(range(self.num_pages)):
-            raise AssertionError(f"pages: {len(pages)} of {self.num_pages} accounted for, {len(set(pages))} distinct")
-        indices = self._free_indices + [p.index for p in placements]
-        if sorted(indices) != list(range(self.max_adapters)):
-            raise AssertionError(f"adapter indices: {len(indices)} of {self.max_adapters}, {len(set(indices))} distinct")
-        intervals = list(zip(self._row_starts, self._row_lengths, strict=True))
-        intervals += [(p.first_row, p.num_rows) for p in placements if p.num_rows]
-        end = 0
-        for start, length in sorted(intervals):
-            if start != end:
-                raise AssertionError(f"rows: {'overlap' if start < end else 'gap'} at row {min(start, end)}")
-            end = start + length
+    def discrepancies(self, live: Mapping[str, Placement]) -> list[str]:
+        """What is wrong with the books, given the placement of every adapter by its key; empty when all is well.
+
+        Each page, row number and index must have exactly one owner: an adapter or the free ones.
+        """
+        pages = [(page, "the free ones") for page in self._free_pages]
+        pages += [(page, f"adapter {key}") for key, p in live.items() for page in p.pages]
+        indices = [(index, "the free ones") for index in self._free_indices]
+        indices += [(p.index, f"adapter {key}") for key, p in live.items()]
+        rows = [(start, length, "the free ones") for start, length in zip(self._row_starts, self._row_lengths, strict=False)]
+        rows += [(p.first_row, p.num_rows, f"adapter {key}") for key, p in live.items() if p.num_rows]
+        found = _not_owned_once("page", self.num_pages, pages) + _not_owned_once("adapter index", self.max_adapters, indices)
+        end, before = 0, "the beginning"
+        for start, length, owner in sorted(rows):
+            if start > end:
+                found.append(f"rows {end} to {start} belong to nobody")
+            elif start < end:
+                found.append(f"rows {start} to {min(end, start + length)} belong to {before} and to {owner}")
+            if start + length > end:
+                end, before = start + length, owner
         if end != self.max_rows:
-            raise AssertionError(f"rows: {end} of {self.max_rows} accounted for")
+            found.append(f"rows end at {end}, there are {self.max_rows}")
+        return found
 
     def _take_rows(self, count: int) -> int | None:
         if not count:
@@ -162,3 +167,20 @@ class PageTable:
         else:
             self._row_starts.insert(place, start)
             self._row_lengths.insert(place, count)
+
+
+def _not_owned_once(what: str, count: int, owned: Iterable[tuple[int, str]]) -> list[str]:
+    """A complaint for each of ``count`` numbered things that has no owner or several, and for each that does not exist."""
+    owners: list[list[str]] = [[] for _ in range(count)]
+    found = []
+    for number, owner in owned:
+        if 0 <= number < count:
+            owners[number].append(owner)
+        else:
+            found.append(f"{what} {number} of {owner} does not exist")
+    for number, names in enumerate(owners):
+        if not names:
+            found.append(f"{what} {number} belongs to nobody")
+        elif len(names) > 1:
+            found.append(f"{what} {number} belongs to {' and to '.join(names)}")
+    return found

@@ -5,9 +5,10 @@ Knows keys and references; refuses to know requests, tenants and the kernels tha
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -21,6 +22,8 @@ from graftwork_adapters.load_failure import LoadFailure, failure_of
 from graftwork_adapters.packed import PackedIndex
 from graftwork_adapters.page_table import PageLayout, Placement
 from graftwork_adapters.residency_entry import Entry, HostState
+
+_log = logging.getLogger(__name__)
 
 
 class AdapterResidency:
@@ -61,6 +64,7 @@ class AdapterResidency:
         self._idle: OrderedDict[str, None] = OrderedDict()  # what may be evicted from the device, least recently used first
         self._idle_pages = 0
         self._protected: set[str] = set()
+        self._num_abandoning = 0  # fetched, no longer wanted, and not yet given up on the disk
         self._stale_indices: list[int] = []  # freed since the last copy; their site records are reset by the next
         self._num_loads = self._num_load_failures = self._num_evictions = self._num_copies = self._num_hits = 0
 
@@ -169,28 +173,48 @@ class AdapterResidency:
             "adapter_device_evictions_total": self._num_evictions,
         }
 
-    def check_integrity(self, expected_holds: int, expected_references: int) -> None:
-        """Recount references, host bytes, pages, row numbers and indices; raise `AssertionError` naming what is off."""
+    def discrepancies(self, holds: Mapping[str, int], references: Mapping[str, int]) -> list[str]:
+        """Recount every tier, given the holds and references by key of those who took them; empty when all is well.
+
+        Touches the local disk, for no longer than listing the cached files takes, if no load is in flight.
+        """
+        entries = self._entries
+        found = []
+        for what, kept, due in (
+            ("holds", {key: e.holds for key, e in entries.items() if e.holds}, holds),
+            ("device references", {key: e.references for key, e in entries.items() if e.references}, references),
+        ):
+            found += [
+                f"adapter {key} has {kept.get(key, 0)} {what}, {due.get(key, 0)} were taken"
+                for key in sorted(kept.keys() | due.keys())
+                if kept.get(key, 0) != due.get(key, 0)
+            ]
+        for what, kept_keys, due_keys in self._derived():
+            found += [f"adapter {key} is {what} and should not be" for key in sorted(kept_keys - due_keys)]
+            found += [f"adapter {key} should be {what} and is not" for key in sorted(due_keys - kept_keys)]
+        found += self._host.discrepancies()
+        placements = {key: e.placement for key, e in entries.items() if e.placement}
+        found += self._pool.discrepancies(placements, [key for key in placements if entries[key].is_resident])
+        idle_pages = sum(len(placements[key].pages) for key in self._idle if key in placements)
+        if idle_pages != self._idle_pages:
+            found.append(f"evictable pages: {self._idle_pages} booked, {idle_pages} counted")
+        in_flight = (HostState.FETCHING, HostState.READING)
+        if not self._num_abandoning and not any(e.host in in_flight for e in entries.values()):
+            found += self._fetcher.discrepancies(dict.fromkeys((key for _, key in self._read_queue), 1))
+        return found
+
+    def _derived(self) -> Iterator[tuple[str, set[str], set[str]]]:
+        """What is kept beside the entries to be found quickly: (what it says of an adapter, kept, recounted) keys."""
         entries = self._entries.values()
-        holds, references = sum(e.holds for e in entries), sum(e.references for e in entries)
-        if (holds, references) != (expected_holds, expected_references):
-            raise AssertionError(f"{holds} holds, {references} references; expected {expected_holds} and {expected_references}")
-        self._host.check_integrity()
-        self._pool.table.check_integrity(e.placement for e in entries if e.placement)
-        idle = {e.key for e in entries if e.is_resident and not e.references and not e.is_protected}
-        expected = {
-            "host pins": (self._host.pinned_keys(), {e.key for e in entries if e.host in (HostState.READING, HostState.PINNED)}),
-            "evictable adapters": (set(self._idle), idle),
-            "protected adapters": (self._protected, {e.key for e in entries if e.is_protected}),
-            "the read queue": ({key for _, key in self._read_queue}, {e.key for e in entries if e.host is HostState.FETCHED}),
-            "the copy queue": (
-                set(self._copy_queue),
-                {e.key for e in entries if e.wanted and e.host is HostState.PINNED and e.placement is None},
-            ),
-        }
-        for what, (kept, counted) in expected.items():
-            if kept != counted:
-                raise AssertionError(f"{what}: {sorted(kept)} kept, {sorted(counted)} counted")
+        claimed = {e.key for e in entries if e.host in (HostState.READING, HostState.PINNED)}
+        yield "pinned on the host", self._host.pinned_keys(), claimed
+        evictable = {e.key for e in entries if e.is_resident and not e.references and not e.is_protected}
+        yield "evictable from the device", set(self._idle), evictable
+        yield "protected on the device", self._protected, {e.key for e in entries if e.is_protected}
+        fetched = {e.key for e in entries if e.host is HostState.FETCHED}
+        yield "in the queue for host memory", {key for _, key in self._read_queue}, fetched
+        wanted = {e.key for e in entries if e.wanted and e.host is HostState.PINNED and e.placement is None}
+        yield "in the queue for the device", set(self._copy_queue), wanted
 
     # To the host.
 
@@ -243,7 +267,13 @@ class AdapterResidency:
     def _abandon(self, entry: Entry) -> None:
         index, _ = entry.take_fetched()
         entry.host = HostState.UNCLAIMED
-        self._loads.submit(self._fetcher.abandon, index)
+        self._num_abandoning += 1
+        self._background.start(self._loads, partial(self._fetcher.abandon, index), self._take_in_abandon)
+
+    def _take_in_abandon(self, future: Future[None]) -> None:
+        self._num_abandoning -= 1
+        if error := future.exception():
+            _log.error("giving up a fetched adapter failed", exc_info=error)
 
     def _start_reads(self) -> None:
         while self._read_queue:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +106,10 @@ class NoAdapters:
     def poll(self) -> bool:
         """Nothing runs in the background."""
         return False
+
+    def discrepancies(self, holds: Mapping[str, int], references: Mapping[str, int]) -> list[str]:  # noqa: ARG002 - the protocol's
+        """There is nothing to count."""
+        return []
 
 
 def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> EngineAssembly:

@@ -15,7 +15,7 @@ from graftwork_engine.model.layers import ForwardBatch
 from graftwork_engine.request import Request
 from graftwork_engine.sched.plan import BASE, ScheduledRequest, StepPlan
 from graftwork_kernels.adapter_batch import build_adapter_batch
-from graftwork_kernels.layout import AdapterMemory, AttentionBatch, SamplingBatch
+from graftwork_kernels.layout import AdapterMemory, AttentionBatch, LogitBias, Penalties, SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,16 @@ class StepBatch:
     """One step of T rows.
 
     ``token_ids`` int64 [T]. ``sample_rows`` int64 [S] are the rows whose logits give a token, ``sampling`` says how, in the same
-    order. The logits of ``prompt_rows`` int64 [P] score the prompt tokens ``prompt_targets`` int64 [P], each the one that follows.
+    order; ``logit_bias`` and ``penalties`` are None in a step where no request has any. The logits of ``prompt_rows`` int64 [P]
+    score the prompt tokens ``prompt_targets`` int64 [P], each the one that follows.
     """
 
     token_ids: Tensor
     forward: ForwardBatch
     sample_rows: Tensor
     sampling: SamplingBatch
+    logit_bias: LogitBias | None
+    penalties: Penalties | None
     prompt_rows: Tensor
     prompt_targets: Tensor
 
@@ -59,7 +62,8 @@ def build_batch(plan: StepPlan, block_size: int, memory: AdapterMemory, device: 
     token_adapter = np.where(positions >= adapter_start[request_of_row], adapter_of_request[request_of_row], np.int32(BASE))
 
     prompt_rows, prompt_targets = _scored_rows(scheduled, query_start)
-    sampling = [(s.request, row - 1) for s, row in zip(scheduled, query_start[1:].tolist(), strict=True) if s.samples]
+    sample_rows = [row - 1 for s, row in zip(scheduled, query_start[1:].tolist(), strict=True) if s.samples]
+    sampled = [s.request for s in scheduled if s.samples]
     return StepBatch(
         token_ids=torch.tensor(token_ids, device=device),
         forward=ForwardBatch(
@@ -68,8 +72,10 @@ def build_batch(plan: StepPlan, block_size: int, memory: AdapterMemory, device: 
             adapters=build_adapter_batch(_tensor(token_adapter, device), device),
             adapter_memory=memory,
         ),
-        sample_rows=torch.tensor([row for _, row in sampling], dtype=torch.int64, device=device),
-        sampling=_sampling_batch([request for request, _ in sampling], device),
+        sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
+        sampling=_sampling_batch(sampled, device),
+        logit_bias=_logit_bias(sampled, device),
+        penalties=_penalties(sampled, device),
         prompt_rows=torch.tensor(prompt_rows, dtype=torch.int64, device=device),
         prompt_targets=torch.tensor(prompt_targets, dtype=torch.int64, device=device),
     )
@@ -122,5 +128,37 @@ def _sampling_batch(requests: Sequence[Request], device: torch.device) -> Sampli
     )
 
 
-def _tensor(array: npt.NDArray[np.int64] | npt.NDArray[np.int32], device: torch.device) -> Tensor:
+def _logit_bias(requests: Sequence[Request], device: torch.device) -> LogitBias | None:
+    biases = [request.token_bias() for request in requests]
+    present = [bias for bias in biases if bias is not None]
+    if not present:
+        return None
+    return LogitBias(
+        row_start=_row_start([0 if bias is None else len(bias.token_ids) for bias in biases], device),
+        token_id=_tensor(np.concatenate([np.asarray(bias.token_ids) for bias in present]), device),
+        value=_tensor(np.concatenate([np.asarray(bias.values) for bias in present]), device),
+    )
+
+
+def _penalties(requests: Sequence[Request], device: torch.device) -> Penalties | None:
+    counts = [request.token_counts() for request in requests]
+    present = [count for count in counts if count is not None]
+    if not present:
+        return None
+    wanted = [request.sampling for request in requests]
+    return Penalties(
+        row_start=_row_start([0 if count is None else len(count.token_ids) for count in counts], device),
+        token_id=_tensor(np.concatenate([np.asarray(count.token_ids) for count in present]), device),
+        output_count=_tensor(np.concatenate([np.asarray(count.counts) for count in present]), device),
+        repetition=torch.tensor([s.repetition_penalty for s in wanted], dtype=torch.float32, device=device),
+        frequency=torch.tensor([s.frequency_penalty for s in wanted], dtype=torch.float32, device=device),
+        presence=torch.tensor([s.presence_penalty for s in wanted], dtype=torch.float32, device=device),
+    )
+
+
+def _row_start(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return _tensor(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), device)
+
+
+def _tensor(array: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.float32], device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device)

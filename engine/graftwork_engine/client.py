@@ -13,38 +13,36 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from types import TracebackType
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from graftwork_engine.errors import EngineUnavailable, ErrorCode, RequestFailed, RequestRejected
+from graftwork_engine.errors import EngineUnavailable, ErrorCode
 from graftwork_engine.lifeline import open_process_handle
 from graftwork_engine.messages import (
     PROTOCOL_VERSION,
     Abort,
-    Add,
     Claim,
     EngineError,
     Heartbeat,
     Hello,
-    Orphan,
     Orphans,
     Out,
     OutItem,
     Ready,
     Refused,
     Running,
-    Sampling,
+    Settled,
     Stats,
     ToClient,
     ToEngine,
     decode_to_client,
     encode,
 )
+from graftwork_engine.streams import GenerationRequest, Stream, StreamGroup
 
 logger = logging.getLogger(__name__)
 
@@ -55,62 +53,6 @@ MAX_CRASHES = 2
 """A request that was running in this many crashes of the engine is given up."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """What to generate. ``timeout_s`` counts from the call; ``flow`` is an opaque key that the engine's queue is fair between."""
-
-    request_id: str
-    prompt_ids: list[int]
-    sampling: Sampling
-    cache_salt: bytes
-    flow: str
-    adapter_key: str | None = None
-    timeout_s: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """One request, and the tokens its reader has or will have."""
-
-    request: GenerationRequest
-    deadline: float | None  # Unix time
-    items: asyncio.Queue[OutItem] = field(default_factory=asyncio.Queue)
-    output_ids: list[int] = field(default_factory=list)
-    running_in: str | None = None  # the epoch in which it was last seen running
-    crashes: int = 0
-
-    def as_add(self, epoch: str) -> Add:
-        request = self.request
-        return Add(
-            epoch=epoch,
-            request_id=request.request_id,
-            prompt_ids=request.prompt_ids,
-            sampling=request.sampling,
-            cache_salt=request.cache_salt,
-            flow=request.flow,
-            output_ids=list(self.output_ids),
-            adapter_key=request.adapter_key,
-            deadline=self.deadline,
-        )
-
-    def push(self, item: OutItem) -> bool:
-        """Queue the new part of an item; True once the stream has ended. Tokens the reader has are dropped."""
-        known = len(self.output_ids) - item.first_output_index
-        if known < 0:
-            error = EngineError(ErrorCode.INTERNAL, f"tokens {len(self.output_ids)}..{item.first_output_index} were lost")
-            item = OutItem(item.request_id, len(self.output_ids), finish="error", error=error)
-        elif known > 0:
-            item = msgspec.structs.replace(
-                item,
-                first_output_index=len(self.output_ids),
-                token_ids=item.token_ids[known:],
-                logprobs=None if item.logprobs is None else item.logprobs[known:],
-            )
-        self.output_ids.extend(item.token_ids)
-        self.items.put_nowait(item)
-        return item.finish is not None
-
-
 class EngineClient:
     """Runs requests on whichever engine answers at ``endpoint``. Use as an async context manager, or call `start` and `close`."""
 
@@ -119,13 +61,13 @@ class EngineClient:
         self._client_id = uuid.uuid4().hex
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self._info: Ready | None = None
         self._connected = asyncio.Event()
         self._last_heard = 0.0
         self._process_handle: int | None = None
         self._refusal: str | None = None
-        self._claims: list[asyncio.Future[list[Orphan]]] = []
+        self._claims: list[asyncio.Future[Orphans]] = []
         self._stats: dict[str, float] = {}
         self._reader: asyncio.Task[None] | None = None
         self._beater: asyncio.Task[None] | None = None
@@ -180,7 +122,7 @@ class EngineClient:
         """Abort what runs: every stream ends with ``finish`` abort."""
         streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
-            stream.push(OutItem(request_id, len(stream.output_ids), finish="abort"))
+            stream.end("abort")
             await self._send_if_connected(Abort(request_id, len(stream.output_ids)))
 
     async def wait_ready(self, timeout_s: float) -> Ready:
@@ -196,42 +138,56 @@ class EngineClient:
             raise AssertionError("connected without an engine's word")
         return self._info
 
-    async def generate(self, request: GenerationRequest, *, wait_s: float = 10.0) -> AsyncGenerator[OutItem, None]:
-        """Yield a request's output as it is made; closing the generator aborts the request.
+    @contextlib.asynccontextmanager
+    async def streams(self, *, wait_s: float = 10.0) -> AsyncIterator[StreamGroup]:
+        """Requests that are read as one stream; those unfinished at the end of the context are aborted.
 
-        Raises `RequestRejected` if it can never run, `RequestFailed` if it failed later, `EngineUnavailable` if no engine
-        answered within ``wait_s`` of the call. The last item has ``finish`` set to stop, length or abort.
+        The group raises `RequestRejected` for a request that can never run, `RequestFailed` for one that failed later. The last
+        item of each has ``finish`` set to stop, length or abort. Raises `EngineUnavailable` if no engine answered within
+        ``wait_s`` of the call.
         """
         await self.wait_ready(wait_s)
-        if request.request_id in self._streams:
-            raise AssertionError(f"request id {request.request_id} is in use")
-        deadline = None if request.timeout_s is None else time.time() + request.timeout_s
-        stream = self._streams[request.request_id] = _Stream(request, deadline)
-        finished = False
-        try:
-            await self._submit(stream)
-            while not finished:
-                item = await stream.items.get()
-                finished = item.finish is not None
-                if item.error is not None:
-                    raise _as_exception(item.error)
-                yield item
-        finally:
-            self._streams.pop(request.request_id, None)
-            if not finished:
-                await asyncio.shield(self._send_if_connected(Abort(request.request_id, len(stream.output_ids))))
+        async with StreamGroup(self._begin, self._abort) as group:
+            yield group
 
-    async def claim_orphans(self) -> list[Orphan]:
-        """Final counts of requests whose API process died, handed over once."""
-        ready = await self.wait_ready(10.0)
-        claim: asyncio.Future[list[Orphan]] = asyncio.get_running_loop().create_future()
+    async def generate(self, request: GenerationRequest, *, wait_s: float = 10.0) -> AsyncGenerator[OutItem, None]:
+        """One request's output as it is made; closing the generator aborts the request. Raises as `streams` does."""
+        async with self.streams(wait_s=wait_s) as group:
+            await group.add(request)
+            async for item in group:
+                yield item
+
+    async def claim_orphans(self, request_ids: Sequence[str], *, wait_s: float = 10.0) -> Orphans:
+        """The final counts of those of these requests that an API process left by dying; they are kept until `settle_orphans`.
+
+        Waits up to ``wait_s`` for an engine; raises `EngineUnavailable` if none answers.
+        """
+        ready = await self.wait_ready(wait_s)
+        claim: asyncio.Future[Orphans] = asyncio.get_running_loop().create_future()
         self._claims.append(claim)
-        await self._send(Claim(ready.epoch))
+        await self._send(Claim(ready.epoch, list(request_ids)))
         return await claim
+
+    async def settle_orphans(self, request_ids: Sequence[str]) -> None:
+        """Tell the engine that these counts are durable. One that is gone has nothing to forget."""
+        if self._info is not None:
+            await self._send_if_connected(Settled(self._info.epoch, list(request_ids)))
 
     # Sending
 
-    async def _submit(self, stream: _Stream) -> None:
+    async def _begin(self, request: GenerationRequest, items: asyncio.Queue[OutItem]) -> None:
+        if request.request_id in self._streams:
+            raise AssertionError(f"request id {request.request_id} is in use")
+        deadline = None if request.timeout_s is None else time.time() + request.timeout_s
+        stream = self._streams[request.request_id] = Stream(request, deadline, items)
+        await self._submit(stream)
+
+    async def _abort(self, request_id: str, output_index: int | None) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            await self._send_if_connected(Abort(request_id, len(stream.output_ids) if output_index is None else output_index))
+
+    async def _submit(self, stream: Stream) -> None:
         if self._info is not None and self._connected.is_set():
             await self._send(stream.as_add(self._info.epoch))
 
@@ -311,7 +267,7 @@ class EngineClient:
                 if self._claims:
                     claim = self._claims.pop(0)
                     if not claim.done():
-                        claim.set_result(message.items)
+                        claim.set_result(message)
             case Heartbeat():
                 pass
 
@@ -326,7 +282,7 @@ class EngineClient:
         for request_id, stream in list(self._streams.items()):
             if stream.deadline is not None and stream.deadline <= now:
                 error = EngineError(ErrorCode.TIMEOUT, "the time limit passed while no engine answered")
-                stream.push(OutItem(request_id, len(stream.output_ids), finish="error", error=error))
+                stream.end("error", error)
                 del self._streams[request_id]
 
     def _refused(self, message: Refused) -> None:
@@ -357,7 +313,7 @@ class EngineClient:
             stream.crashes += 1
             if stream.crashes >= MAX_CRASHES:
                 error = EngineError(ErrorCode.POISONED, f"the engine crashed {stream.crashes} times while this request was running")
-                stream.push(OutItem(request_id, len(stream.output_ids), finish="error", error=error))
+                stream.end("error", error)
                 del self._streams[request_id]
 
     def _watch(self, pid: int) -> None:
@@ -386,9 +342,3 @@ class EngineClient:
                 claim.set_exception(EngineUnavailable("the engine ended before it answered"))
         self._claims.clear()
         return was_connected
-
-
-def _as_exception(error: EngineError) -> Exception:
-    if error.code in (ErrorCode.CONTEXT_LENGTH, ErrorCode.BAD_REQUEST):
-        return RequestRejected(ErrorCode(error.code), error.message)
-    return RequestFailed(error.code, error.message)

@@ -56,10 +56,17 @@ class EngineCore:
         self._num_step_tokens += plan.num_tokens
         return self._scheduler.update(plan, results)
 
+    def take_in_loads(self) -> None:
+        """Take in what background loads have finished, as `step` does, for an engine that has nothing to step."""
+        self._gate.poll()
+
     def stats(self) -> dict[str, float]:
         """A reading of requests, tokens, blocks and steps; counters end in ``_total``."""
         return {**self._scheduler.stats(), "steps_total": self._num_steps, "step_tokens_total": self._num_step_tokens}
 
     def check_integrity(self) -> list[str]:
-        """Recount blocks and references from the requests, between steps; what is off, empty when all is well."""
+        """Recount blocks, queues, adapters' references, pages, host and disk bytes, between steps; empty when all is well.
+
+        May take long and touch the disk: not for a busy engine.
+        """
         return self._scheduler.discrepancies()

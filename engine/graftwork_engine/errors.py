@@ -22,6 +22,8 @@ class ErrorCode(StrEnum):
     ADAPTER_CORRUPT = "adapter_corrupt"  # it is there, but its bytes are not what its key says
     ADAPTER_TOO_LARGE = "adapter_too_large"  # larger than adapter memory can ever be
     STORE_UNAVAILABLE = "store_unavailable"
+    NON_FINITE = "non_finite_output"  # the model gave NaN or infinity; the adapter's values may be too large
+    NOTHING_TO_DRAW = "nothing_to_draw"  # the request's own bias, penalties and bans leave no token with a finite logit
     TIMEOUT = "timeout"  # the request's deadline passed
     POISONED = "poisoned"  # it was running in two crashes of the engine
     INTERNAL = "internal_error"

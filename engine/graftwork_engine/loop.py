@@ -18,6 +18,7 @@ from typing import Protocol
 
 from graftwork_engine.core import EngineCore
 from graftwork_engine.errors import RequestRejected
+from graftwork_engine.idle_recount import IdleRecount
 from graftwork_engine.messages import PROTOCOL_VERSION, Abort, Add, EngineError, Out, OutItem, Ready, Running, Stats
 from graftwork_engine.request import AdapterKey, Request, RequestId
 from graftwork_engine.server import EngineServer, aborted_item
@@ -73,6 +74,7 @@ class EngineLoop:
         self._core, self._stats, self._server, self._epoch, self._clock = assembly.core, assembly.stats, server, epoch, clock
         self._stopping = threading.Event()
         self._step_started: float | None = None
+        self._recount = IdleRecount(self._check, clock)
         self._core.on_running = lambda ids: server.send(Running(epoch, list(ids)))
 
     def stop(self) -> None:
@@ -91,8 +93,12 @@ class EngineLoop:
         next_stats = self._clock()
         rest = 0.0
         while not self._stopping.is_set():
-            self._take_in(rest)
+            anything_new = self._take_in(rest)
             progressed = False
+            if anything_new or self._core.has_work:
+                self._recount.touch()
+            elif rest:
+                self._recount.run_if_due()
             if self._core.has_work:
                 self._step_started = self._clock()
                 items = self._core.step()
@@ -102,14 +108,20 @@ class EngineLoop:
                     self._server.send(Out(self._epoch, items))
             rest = 0.0 if progressed else BLOCKED_S if self._core.has_work else IDLE_S
             if self._clock() >= next_stats:
-                self._server.send(Stats(self._epoch, self._stats()))
+                self._server.send(Stats(self._epoch, {**self._stats(), **self._recount.stats()}))
                 next_stats = self._clock() + STATS_S
 
-    def _take_in(self, rest: float) -> None:
-        """Handle all waiting messages; wait up to ``rest`` seconds for the first."""
+    def _check(self) -> list[str]:
+        self._core.take_in_loads()  # of requests that were aborted meanwhile
+        return self._core.check_integrity()
+
+    def _take_in(self, rest: float) -> bool:
+        """Handle all waiting messages; wait up to ``rest`` seconds for the first. True if there was one."""
+        any_came = False
         try:
             message = self._server.inbox.get(timeout=rest) if rest else self._server.inbox.get_nowait()
             while True:
+                any_came = True
                 if isinstance(message, Add):
                     self._add(message)
                 elif isinstance(message, Abort):
@@ -118,7 +130,7 @@ class EngineLoop:
                         self._server.send(Out(self._epoch, [aborted_item(message.request_id, count)]))
                 message = self._server.inbox.get_nowait()
         except queue.Empty:
-            pass
+            return any_came
 
     def _add(self, message: Add) -> None:
         now = self._clock()

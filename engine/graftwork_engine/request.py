@@ -8,6 +8,7 @@ from typing import NewType
 
 from graftwork_engine.kv.hashing import BlockKey
 from graftwork_engine.messages import Sampling, TokenLogprob
+from graftwork_engine.token_controls import TokenBias, TokenCounts
 
 RequestId = NewType("RequestId", str)
 AdapterKey = NewType("AdapterKey", str)
@@ -66,6 +67,8 @@ class Request:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     order: int = -1  # its number in the order of arrival, given by the scheduler
     adapter_index: int = -1  # its adapter's place on the device while it runs
+    _token_counts: TokenCounts | None = None
+    _token_bias: tuple[bool, TokenBias] | None = None  # with whether stop tokens are banned in it
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +84,26 @@ class Request:
     def needs_prompt_logprobs(self) -> bool:
         """True until the client has them: they are sent with the first output token at the latest."""
         return self.sampling.prompt_logprobs is not None and not self.output_ids
+
+    def token_counts(self) -> TokenCounts | None:
+        """The tokens that penalties are about, with their counts up to the newest token; None if the request has no penalty."""
+        sampling = self.sampling
+        if sampling.repetition_penalty == 1.0 and not sampling.frequency_penalty and not sampling.presence_penalty:
+            return None
+        if self._token_counts is None:
+            self._token_counts = TokenCounts(() if sampling.repetition_penalty == 1.0 else self.prompt_ids)
+        self._token_counts.catch_up(self.output_ids)
+        return self._token_counts
+
+    def token_bias(self) -> TokenBias | None:
+        """What is added to single logits of the next token: ``logit_bias``, and the ban on stop tokens up to ``min_tokens``."""
+        bans_stops = self.num_output_tokens < self.sampling.min_tokens and bool(self.sampling.stop_token_ids)
+        if not bans_stops and not self.sampling.logit_bias:
+            return None
+        if self._token_bias is None or self._token_bias[0] != bans_stops:
+            banned = self.sampling.stop_token_ids if bans_stops else ()
+            self._token_bias = (bans_stops, TokenBias(self.sampling.logit_bias, banned))
+        return self._token_bias[1]
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Tokens ``start..end`` of prompt and output laid end to end."""

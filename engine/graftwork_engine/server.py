@@ -34,8 +34,10 @@ from graftwork_engine.messages import (
     Ready,
     Refused,
     Running,
+    Settled,
     Stats,
     ToClient,
+    ToEngine,
     decode_to_engine,
     encode,
 )
@@ -171,7 +173,7 @@ class _SocketLoop:
                 continue
             self._handle(identity, message)
 
-    def _handle(self, identity: bytes, message: Hello | Add | Abort | Heartbeat | Claim) -> None:
+    def _handle(self, identity: bytes, message: ToEngine) -> None:
         if isinstance(message, Hello):
             self._hello(identity, message)
             return
@@ -185,10 +187,12 @@ class _SocketLoop:
                 self._add(session, message)
             case Abort():
                 if self._sessions.owned_by(session, message.request_id):
-                    self._sessions.forget(message.request_id)
+                    self._sessions.forget(message.request_id, message.output_index)
                     self._inbox.put(message)
             case Claim():
-                self._send(identity, Orphans(self._ready.epoch, self._sessions.claim()))
+                self._send(identity, Orphans(self._ready.epoch, *self._sessions.claim(message.request_ids)))
+            case Settled():
+                self._sessions.settle(message.request_ids)
             case Heartbeat():
                 pass
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from graftwork_engine.messages import Orphan, OutItem
 
 MAX_KEPT_ORPHANS = 100_000
-"""Orphans that nobody claims are forgotten from the oldest on, so that a lost journal cannot fill memory."""
+"""Orphans that nobody settles are forgotten from the oldest on, so that a lost journal cannot fill memory."""
+
+MAX_KEPT_ENDED = 10_000
+"""Requests of a living client that have ended: should it die before it wrote their counts down, they are its orphans too."""
 
 
 @dataclass(slots=True)
@@ -20,6 +23,7 @@ class Session:
     last_heard: float
     process_handle: int | None
     request_ids: set[str] = field(default_factory=set)
+    ended: dict[str, int] = field(default_factory=dict)  # final counts, the newest last
 
 
 class SessionTable:
@@ -48,9 +52,12 @@ class SessionTable:
     def close(self, session: Session) -> list[str]:
         """End a session whose client died; returns the requests it leaves, which the caller aborts.
 
-        They become claimable with their final counts as `deliver` sees their last items.
+        They become claimable with their final counts as `deliver` sees their last items; those that had ended are at once.
         """
         del self._by_identity[session.identity]
+        for request_id, count in session.ended.items():
+            self._keep(request_id, count)
+        session.ended.clear()
         left = sorted(session.request_ids)
         self._dying.update(left)
         for request_id in left:
@@ -59,9 +66,14 @@ class SessionTable:
         return left
 
     def own(self, session: Session, request_id: str, output_count: int) -> bool:
-        """Note a new request with the output tokens it came with; False if its id is already running here."""
+        """Note a new request with the output tokens it came with; False if its id is already running here.
+
+        A request that is added again is nobody's orphan.
+        """
         if request_id in self._owner:
             return False
+        self._orphans.pop(request_id, None)
+        session.ended.pop(request_id, None)
         self._owner[request_id] = session
         self._output_count[request_id] = output_count
         session.request_ids.add(request_id)
@@ -75,12 +87,9 @@ class SessionTable:
         """True if this session may act on the request."""
         return self._owner.get(request_id) is session
 
-    def forget(self, request_id: str) -> None:
-        """A request ended on its client's own wish: nothing more is sent or kept."""
-        session = self._owner.pop(request_id, None)
-        if session is not None:
-            session.request_ids.discard(request_id)
-        self._output_count.pop(request_id, None)
+    def forget(self, request_id: str, output_index: int) -> None:
+        """A request ended on its client's own wish: nothing more is sent, and no token from ``output_index`` on counts."""
+        self._end_owned(request_id, min(output_index, self._output_count.pop(request_id, 0)))
 
     def owners(self, request_ids: Iterable[str]) -> dict[bytes, list[str]]:
         """Request ids grouped by the socket they belong to."""
@@ -92,7 +101,7 @@ class SessionTable:
         return grouped
 
     def deliver(self, items: Iterable[OutItem]) -> dict[bytes, list[OutItem]]:
-        """Count a step's items, settle the requests that ended, and group the rest by the socket they go to."""
+        """Count a step's items, end the requests that have their last one, and group the rest by the socket they go to."""
         grouped: dict[bytes, list[OutItem]] = {}
         for item in items:
             request_id = item.request_id
@@ -102,22 +111,47 @@ class SessionTable:
             if session is not None:
                 grouped.setdefault(session.identity, []).append(item)
             if item.finish is not None:
-                self._settle(request_id)
+                self._end(request_id)
         return grouped
 
-    def claim(self) -> list[Orphan]:
-        """Hand over the final counts of orphaned requests, each once."""
-        claimed = [Orphan(request_id, count) for request_id, count in self._orphans.items()]
-        self._orphans.clear()
-        return claimed
+    def claim(self, request_ids: Iterable[str]) -> tuple[list[Orphan], list[str]]:
+        """The final counts of those requests that are orphans, and the ids of those whose client is not known to be dead yet
+        or that have not stopped. Two claims are answered alike.
+        """
+        items, stopping = [], []
+        for request_id in request_ids:
+            if (count := self._orphans.get(request_id)) is not None:
+                items.append(Orphan(request_id, count))
+            elif request_id in self._dying or request_id in self._owner or self._has_ended(request_id):
+                stopping.append(request_id)
+        return items, stopping
 
-    def _settle(self, request_id: str) -> None:
+    def settle(self, request_ids: Iterable[str]) -> None:
+        """These orphans' counts are durable elsewhere."""
+        for request_id in request_ids:
+            self._orphans.pop(request_id, None)
+
+    def _has_ended(self, request_id: str) -> bool:
+        return any(request_id in session.ended for session in self._by_identity.values())
+
+    def _end(self, request_id: str) -> None:
         count = self._output_count.pop(request_id, 0)
-        session = self._owner.pop(request_id, None)
-        if session is not None:
-            session.request_ids.discard(request_id)
+        self._end_owned(request_id, count)
         if request_id in self._dying:
             self._dying.discard(request_id)
-            self._orphans[request_id] = count
-            while len(self._orphans) > MAX_KEPT_ORPHANS:
-                del self._orphans[next(iter(self._orphans))]
+            self._keep(request_id, count)
+
+    def _end_owned(self, request_id: str, count: int) -> None:
+        session = self._owner.pop(request_id, None)
+        if session is None:
+            return
+        session.request_ids.discard(request_id)
+        session.ended.pop(request_id, None)
+        session.ended[request_id] = count
+        if len(session.ended) > MAX_KEPT_ENDED:
+            del session.ended[next(iter(session.ended))]
+
+    def _keep(self, request_id: str, count: int) -> None:
+        self._orphans[request_id] = count
+        while len(self._orphans) > MAX_KEPT_ORPHANS:
+            del self._orphans[next(iter(self._orphans))]

@@ -1,4 +1,4 @@
-"""How adapter memory, the adapter part of a batch and the paged KV cache lie in memory: the structures every operator reads."""
+"""How adapter memory, the parts of a batch and the paged KV cache lie in memory: the structures every operator reads."""
 
 from __future__ import annotations
 
@@ -111,6 +111,36 @@ class SamplingBatch:
     seed: Tensor
     choice: Tensor
     position: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """Values added to single logits: a list for each of R rows, laid end to end, so that nothing is shaped by the vocabulary.
+
+    ``row_start`` int32 [R + 1]: the entries of row r are row_start[r] .. row_start[r + 1]. ``token_id`` int32 [N], distinct within
+    a row. ``value`` fp32 [N]; -inf bans the token.
+    """
+
+    row_start: Tensor
+    token_id: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What repetition costs each of R rows of logits, with the tokens it is about laid out as in `LogitBias`.
+
+    ``output_count`` int32 [N]: how often the row's output holds the token; 0 for one that only its prompt holds, which nothing but
+    the repetition penalty touches: a row without that need not list them. ``repetition`` (1: off), ``frequency`` and ``presence``
+    (0: off) fp32 [R].
+    """
+
+    row_start: Tensor
+    token_id: Tensor
+    output_count: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
 
 
 def empty_adapter_memory(num_sites: int, device: torch.device | str = "cpu") -> AdapterMemory:

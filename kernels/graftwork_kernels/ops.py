@@ -14,10 +14,20 @@ import torch
 from torch import Tensor
 
 from graftwork_kernels.checks import check_dtype, check_even_last_dim, check_float, check_last_dim, check_shape
-from graftwork_kernels.layout import NUM_SITE_FIELDS, AdapterBatch, AdapterMemory, AttentionBatch, LinearSite, SamplingBatch
+from graftwork_kernels.layout import (
+    NUM_SITE_FIELDS,
+    AdapterBatch,
+    AdapterMemory,
+    AttentionBatch,
+    LinearSite,
+    LogitBias,
+    Penalties,
+    SamplingBatch,
+)
 from graftwork_kernels.reference import attention as _attention
 from graftwork_kernels.reference import elementwise as _elementwise
 from graftwork_kernels.reference import linear as _linear
+from graftwork_kernels.reference import penalties as _penalties
 from graftwork_kernels.reference import philox as _philox
 from graftwork_kernels.reference import sampling as _sampling
 
@@ -180,6 +190,58 @@ def adapter_linear(
     return _linear.adapter_linear(x, weight, bias, memory, batch, sites)
 
 
+def finite_rows(logits: Tensor) -> Tensor:
+    """Which rows a token can be drawn from.
+
+    Semantics: ``isfinite(max(logits, -1))``, where the maximum of a row that holds NaN is NaN: false for a row with NaN or +inf
+    anywhere, and for one with nothing but -inf. fp32 [R, V], V ≥ 1 → bool [R]. Batch-invariant.
+    """
+    _check_logits(logits)
+    return _penalties.finite_rows(logits)
+
+
+def apply_logit_bias(logits: Tensor, bias: LogitBias) -> None:
+    """Add to single logits, in place; the first of what is done to logits before `sample`.
+
+    Semantics, for each entry e of row r: ``logits[r, token_id[e]] += value[e]``. fp32 [R, V]; a row without entries keeps every
+    bit. Entries of one row with the same token: either may win. Batch-invariant.
+    """
+    _check_logits(logits)
+    _check_entries("bias", bias.row_start, bias.token_id, logits.shape[0])
+    check_dtype("bias.value", bias.value, torch.float32)
+    check_shape("bias.value", bias.value, bias.token_id.numel())
+    _penalties.apply_logit_bias(logits, bias)
+
+
+def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
+    """Make tokens that prompt and output hold less (or more) probable, in place; after `apply_logit_bias`, before `sample`.
+
+    Semantics, for each entry e of row r with ``x = logits[r, token_id[e]]`` and ``n = output_count[e]``, fp32, rounded after each
+    operation and in this order::
+
+        x = x / repetition[r] if x > 0 else x * repetition[r]
+        x = x - frequency[r] * n
+        x = x - presence[r] * (n > 0)
+
+    The first is the penalty of Keskar et al., "CTRL" (2019), over prompt and output; the others are OpenAI's, over the output
+    alone. fp32 [R, V]; a row without entries keeps every bit. Entries of one row with the same token: either may win.
+    Batch-invariant.
+    """
+    _check_logits(logits)
+    num_rows = logits.shape[0]
+    _check_entries("penalties", penalties.row_start, penalties.token_id, num_rows)
+    check_dtype("penalties.output_count", penalties.output_count, torch.int32)
+    check_shape("penalties.output_count", penalties.output_count, penalties.token_id.numel())
+    for name, column in (
+        ("repetition", penalties.repetition),
+        ("frequency", penalties.frequency),
+        ("presence", penalties.presence),
+    ):
+        check_dtype(f"penalties.{name}", column, torch.float32)
+        check_shape(f"penalties.{name}", column, num_rows)
+    _penalties.apply_penalties(logits, penalties)
+
+
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Draw one token for each row of logits: fp32 [R, V] → int64 [R]. The logits are left as they are.
 
@@ -194,10 +256,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
        ascending order, exceeds ``u`` times the total. So what stays is renormalised, after each filter.
 
     All fp32. Another implementation draws the same token unless u lies within 1e-5 of a step of that running sum. A row that
-    holds NaN or +inf draws a meaningless id in range. Batch-invariant.
+    is not one of `finite_rows` draws a meaningless id in range. Batch-invariant.
     """
-    check_dtype("logits", logits, torch.float32)
-    check_shape("logits", logits, None, None)
+    _check_logits(logits)
     for name, column in (
         ("temperature", batch.temperature),
         ("top_k", batch.top_k),
@@ -238,6 +299,19 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
     if not 0 <= num_top <= logits.shape[1]:
         raise ValueError(f"num_top: expected 0 to {logits.shape[1]}, got {num_top}")
     return _sampling.token_logprobs(logits, token_ids, num_top)
+
+
+def _check_logits(logits: Tensor) -> None:
+    check_dtype("logits", logits, torch.float32)
+    check_shape("logits", logits, None, None)
+
+
+def _check_entries(name: str, row_start: Tensor, token_id: Tensor, num_rows: int) -> None:
+    """Lists of tokens for each row, laid end to end."""
+    check_dtype(f"{name}.row_start", row_start, torch.int32)
+    check_shape(f"{name}.row_start", row_start, num_rows + 1)
+    check_dtype(f"{name}.token_id", token_id, torch.int32)
+    check_shape(f"{name}.token_id", token_id, None)
 
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:

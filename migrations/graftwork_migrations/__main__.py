@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from graftwork_migrations import runner
-from graftwork_platform.db import UnsupportedDatabase
+from graftwork_platform.db_url import UnsupportedDatabase
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,18 +19,19 @@ def main(arguments: list[str] | None = None) -> int:
         ("current", "say which revision the database is at, and which is the newest"),
     ):
         command = commands.add_parser(name, help=text)
-        command.add_argument("--database-url", required=True)
+        command.add_argument("--database-url", required=True, help="- reads it from standard input, where no other user sees it")
         if name != "current":
             command.add_argument("--revision", default=runner.HEAD, required=name == "downgrade")
     chosen = parser.parse_args(arguments)
+    url = sys.stdin.readline().strip() if chosen.database_url == "-" else chosen.database_url
     try:
         if chosen.command == "upgrade":
-            runner.upgrade(chosen.database_url, chosen.revision)
+            runner.upgrade(url, chosen.revision)
         elif chosen.command == "downgrade":
-            runner.downgrade(chosen.database_url, chosen.revision)
+            runner.downgrade(url, chosen.revision)
         else:
-            sys.stdout.write(f"{runner.current(chosen.database_url) or runner.BASE} {runner.head()}\n")
-    except (runner.NewerDatabase, UnsupportedDatabase) as error:
+            sys.stdout.write(f"{runner.current(url) or runner.BASE} {runner.head()}\n")
+    except (runner.NewerDatabase, runner.UnreachableDatabase, UnsupportedDatabase) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return 0

@@ -10,11 +10,15 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import URL
 from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
-from graftwork_platform.db import BUSY_TIMEOUT_MS, check_url, make_private, sqlite_path
+from graftwork_platform.db_postgresql import Turn, is_away, migrating_engine, take_turn, why_away
+from graftwork_platform.db_sqlite import BUSY_TIMEOUT_MS, make_private
+from graftwork_platform.db_url import check_url, describe, is_postgresql, sqlite_path
 
 HEAD = "head"
 BASE = "base"
@@ -24,10 +28,15 @@ class NewerDatabase(Exception):
     """The database was made by a newer version of this software; the message names its revision."""
 
 
+class UnreachableDatabase(Exception):
+    """The database cannot be reached; the message says why and what to do."""
+
+
 def upgrade(database_url: str, revision: str = HEAD) -> None:
     """Bring the database, made if need be, up to ``revision``: all steps or none.
 
-    Raises `NewerDatabase` for one whose revision this version does not know, `UnsupportedDatabase` for the URL.
+    Raises `NewerDatabase` for one whose revision this version does not know, `UnsupportedDatabase` for the URL or for a server that
+    is too old, `UnreachableDatabase`.
     """
     with _connect(database_url) as connection:
         _refuse_newer(connection)
@@ -43,7 +52,8 @@ def downgrade(database_url: str, revision: str) -> None:
 
 def current(database_url: str) -> str | None:
     """The database's revision; None for one that has no tables yet, or is not there. Changes nothing."""
-    if not sqlite_path(check_url(database_url)).exists():
+    path = sqlite_path(check_url(database_url))
+    if path is not None and not path.exists():
         return None
     with _connect(database_url, writes=False) as connection:
         return MigrationContext.configure(connection).get_current_revision()
@@ -80,12 +90,29 @@ def _refuse_newer(connection: Connection) -> None:
 
 @contextmanager
 def _connect(database_url: str, *, writes: bool = True) -> Iterator[Connection]:
-    """One transaction, which holds the write lock if it ``writes``; foreign keys are off, since SQLite changes a table by
-    replacing it.
+    """One transaction. If it ``writes`` it holds the write lock on SQLite, and on PostgreSQL the turn to migrate, so that of servers
+    that start at the same moment one migrates and the others find it done.
     """
     url = check_url(database_url)
-    sqlite_path(url).parent.mkdir(parents=True, exist_ok=True)
-    make_private(sqlite_path(url))
+    engine = migrating_engine(url) if is_postgresql(url) else _sqlite_engine(url, writes=writes)
+    try:
+        with engine.begin() as connection:
+            if writes:
+                take_turn(connection, Turn.MIGRATE)
+            yield connection
+    except DBAPIError as error:
+        if not is_away(error):
+            raise
+        raise UnreachableDatabase(why_away(error, url)) from error
+
+
+def _sqlite_engine(url: URL, *, writes: bool) -> Engine:
+    """Foreign keys are off, since SQLite changes a table by replacing it."""
+    path = sqlite_path(url)
+    if path is None:
+        raise AssertionError(f"{describe(url)} is no SQLite file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path)
     engine = create_engine(url, poolclass=NullPool)
 
     @event.listens_for(engine, "connect")
@@ -102,5 +129,4 @@ def _connect(database_url: str, *, writes: bool = True) -> Iterator[Connection]:
     def begin(connection: Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
-    with engine.begin() as connection:
-        yield connection
+    return engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Protocol
 
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
@@ -15,28 +16,35 @@ from graftwork_platform.inference.admission import Admission
 from graftwork_platform.inference.engine import Engine
 from graftwork_platform.inference.generation import Generator
 from graftwork_platform.inference.routes import Inference, inference_router
+from graftwork_platform.journal.recovery import OrphanKeeper, Recovery, recovering
 from graftwork_platform.observability import Metrics, RequestObserver
 from graftwork_platform.text.model_text import ModelText
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(services: Services, engine: Engine, text: ModelText) -> FastAPI:
+class ServingEngine(Engine, OrphanKeeper, Protocol):
+    """Runs requests, and knows how far those of an earlier API process came."""
+
+
+def create_app(services: Services, engine: ServingEngine, text: ModelText) -> FastAPI:
     """The application. Its lifespan starts and stops ``services`` and ``engine``: streams end before their usage is flushed."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
+            stack.callback(text.sandbox.close)
             await stack.enter_async_context(running(services))
             await stack.enter_async_context(engine)
+            await stack.enter_async_context(recovering(Recovery(services.usage, engine)))
             yield
 
     app = FastAPI(title="Graftwork", lifespan=lifespan, openapi_url=None)
     install_error_handlers(app)
-    metrics = Metrics(lambda: engine.stats)
+    metrics = Metrics(lambda: engine.stats, lambda: services.usage.stats)
     app.include_router(inference_router(_inference(services, engine, text, metrics)))
     app.include_router(admin_router(services))
-    _add_probes(app, engine, metrics)
+    _add_probes(app, services, engine, metrics)
     # Outside everything else, so that the answer to an unexpected error is identified and counted too.
     app.middleware_stack = RequestObserver(app.build_middleware_stack(), metrics)
     return app
@@ -52,15 +60,17 @@ def _inference(services: Services, engine: Engine, text: ModelText, metrics: Met
             engine,
             services.usage,
             services.publisher.ensure_packed,
+            text.tokenizer,
             timeout=settings.request_timeout,
             observe=metrics.observe_usage,
         ),
         engine=engine,
         tokenizer=text.tokenizer,
+        keep_alive=settings.keep_alive,
     )
 
 
-def _add_probes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
+def _add_probes(app: FastAPI, services: Services, engine: Engine, metrics: Metrics) -> None:
     @app.get("/livez")
     async def live() -> Response:
         """This process answers."""
@@ -68,10 +78,11 @@ def _add_probes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
 
     @app.get("/readyz")
     async def ready() -> Response:
-        """An engine answers too."""
-        if engine.healthy:
+        """An engine answers too, and usage can be recorded."""
+        trouble = services.usage.failure or (None if engine.healthy else "the engine is starting")
+        if trouble is None:
             return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "the engine is starting"}, status_code=503, headers={"retry-after": "1"})
+        return JSONResponse({"status": trouble}, status_code=503, headers={"retry-after": "1"})
 
     @app.get("/metrics")
     async def show_metrics() -> Response:

@@ -5,23 +5,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from graftwork_adapters.base_spec import BaseSpec
 from graftwork_adapters.publisher import run_publish
 from graftwork_adapters.store import ObjectStore
 from graftwork_platform.catalog.catalog import Catalog
-from graftwork_platform.db import Database
+from graftwork_platform.db import Database, DatabaseUnavailable
+from graftwork_platform.journal.ledger import UsageLedger
+from graftwork_platform.keys.channel import KeyChannel, reread_from
 from graftwork_platform.keys.ring import KeyRing
 from graftwork_platform.keys.service import Keys
+from graftwork_platform.publishing.blobs import Blobs
 from graftwork_platform.publishing.incoming import Incoming
+from graftwork_platform.publishing.leases import PublishTiming
 from graftwork_platform.publishing.publisher import Publisher, RunPublish
 from graftwork_platform.publishing.uploads import Uploads
-from graftwork_platform.secrets import Secrets, load_or_create, write_private
-from graftwork_platform.settings import Settings
+from graftwork_platform.secrets import Secrets, load_or_create
+from graftwork_platform.settings import Settings, given_secrets
 from graftwork_platform.tenants import Tenants
 from graftwork_platform.usage import UsageWriter
+
+_OPEN_WITHIN_S = 5.0
+"""How long a start waits for the database before it answers without it."""
+
+_OPEN_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ class Services:
     catalog: Catalog
     uploads: Uploads
     publisher: Publisher
-    usage: UsageWriter
+    usage: UsageLedger
 
 
 def build_services(
@@ -49,18 +58,20 @@ def build_services(
     *,
     now: Callable[[], float] = time.time,
     run: RunPublish = run_publish,
+    timing: PublishTiming = PublishTiming(),
 ) -> Services:
     """All parts, none of them running; call inside the event loop that will use them.
 
     Raises `OSError` or `BadSecret` if the data directory cannot be used, `UnsupportedDatabase` for the database's URL.
     """
-    secrets = load_or_create(settings.secrets_dir)
+    secrets = load_or_create(settings.secrets_dir, given_secrets())
     database = Database(settings.database)
-    ring = KeyRing(secrets, now=now)
-    incoming = Incoming(settings.uploads_dir)
+    ring = KeyRing(secrets, now=now, reread=reread_from(database) if database.is_shared else None)
+    incoming = Incoming(store, settings.uploads_dir)
+    blobs = Blobs(database, store, spec.base_id, settings.row_type, delete_grace=2 * settings.request_timeout, now=now)
     publisher = Publisher(
         database,
-        store,
+        blobs,
         incoming,
         spec,
         row_type=settings.row_type,
@@ -68,7 +79,7 @@ def build_services(
         run_publish=run,
         limits=settings.publish,
         upload_limits=settings.upload,
-        delete_grace=2 * settings.request_timeout,
+        timing=timing,
         now=now,
     )
     return Services(
@@ -81,28 +92,45 @@ def build_services(
         keys=Keys(database, ring, secrets, now=now),
         tenants=Tenants(database, now=now),
         catalog=Catalog(database, settings.base_name, now=now),
-        uploads=Uploads(database, incoming, publisher, settings.upload, base_name=settings.base_name, now=now),
+        uploads=Uploads(database, incoming, blobs, publisher, settings.upload, base_name=settings.base_name, now=now),
         publisher=publisher,
-        usage=UsageWriter(database),
+        usage=UsageLedger(settings.data_dir / "journal", UsageWriter(database).write),
     )
 
 
 @asynccontextmanager
 async def running(services: Services) -> AsyncIterator[Services]:
-    """Start what runs in the background; on the way out stop it, with every usage row that was handed over written.
+    """Start what runs in the background; on the way out stop it; usage the database does not take by then stays in the journal.
 
     The first start leaves the admin key in `Settings.admin_key_file`. Expects the database at the newest revision.
     """
-    await services.keys.ensure_admin(lambda text: write_private(services.settings.admin_key_file, text + "\n"))
-    await services.keys.load()
-    services.keys.settle_admin_file(services.settings.admin_key_file)
+    opening = asyncio.create_task(_open_keys(services), name="open keys")
+    beside = [opening]
+    if services.database.is_shared:
+        channel = KeyChannel(services.database, services.keyring)
+        beside.append(asyncio.create_task(channel.run(), name="hear of changed keys"))
+    await asyncio.wait([opening], timeout=_OPEN_WITHIN_S if services.database.is_shared else None)
+    if opening.done():
+        opening.result()
     await services.publisher.start()
-    usage = asyncio.create_task(services.usage.run(), name="write usage")
+    await services.usage.start()
     try:
         yield services
     finally:
         await services.publisher.close()
-        usage.cancel()
-        with suppress(asyncio.CancelledError):
-            await usage
+        await services.usage.close()
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         services.database.close()
+
+
+async def _open_keys(services: Services) -> None:
+    """A database that is away is waited for: until it is back, requests are told that their keys cannot be checked."""
+    while True:
+        try:
+            await services.keys.open(services.settings.admin_key_file)
+        except DatabaseUnavailable:
+            await asyncio.sleep(_OPEN_PAUSE_S)
+        else:
+            return

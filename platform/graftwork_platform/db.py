@@ -1,61 +1,81 @@
-"""The database: short sessions, read in parallel and written by one thread. Knows no tables but their metadata.
-
-SQLite runs in WAL mode with ``synchronous=FULL``: a commit that has returned survives a power cut. Writers begin with
-``BEGIN IMMEDIATE``, so a transaction that reads before it writes can never fail half way for want of the lock.
-"""
+"""The database: short sessions on worker threads. Knows no tables."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import sqlite3
+import logging
+import random
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
-from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
+
+from graftwork_platform.db_postgresql import is_away, lost_a_race, postgresql_engine, why_away
+from graftwork_platform.db_sqlite import make_private, sqlite_engine
+from graftwork_platform.db_url import check_url, sqlite_path
+from graftwork_platform.errors import ServiceUnavailable
 
 T = TypeVar("T")
 
-BUSY_TIMEOUT_MS = 10_000
+_log = logging.getLogger(__name__)
+
+_READERS = 4
+_WRITERS = 2  # on PostgreSQL; a SQLite file has one
+_TRIES = 8
+_FIRST_PAUSE_S = 0.005
+"""Before the second try; each further one waits up to twice as long, so that those who met once do not meet again."""
 
 
-class UnsupportedDatabase(Exception):
-    """A database URL that this server cannot use; the message says which it can."""
+class DatabaseUnavailable(ServiceUnavailable, SQLAlchemyError):
+    """The database cannot be reached, or holds this transaction up for too long; ``__cause__`` says more than a client may know."""
+
+    def __init__(self) -> None:
+        super().__init__("The server's database does not answer at the moment.", code="database_unavailable", retry_after=1)
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class Database:
     """Sessions on one database. Thread-safe; `close` when done.
 
     A session lives for one unit of work: it begins with a transaction, commits when the block ends and rolls back when the block
-    raises. Objects read in it stay readable afterwards.
+    raises. Objects read in it stay readable afterwards. SQLite has one writer, and every other waits; on PostgreSQL several write
+    at once, in several servers, see `db_postgresql`.
     """
 
-    def __init__(self, url: str, *, readers: int = 2) -> None:
-        """``readers`` connections at most are open for reading, and one for writing."""
+    def __init__(self, url: str, *, readers: int = _READERS) -> None:
+        """``readers`` connections at most are open for reading. Raises `UnsupportedDatabase`; connects at the first use."""
         self.url = check_url(url)
-        make_private(sqlite_path(self.url))
-        self._readers = _engine(self.url, size=readers, writes=False)
-        self._writer = _engine(self.url, size=1, writes=True)
+        self._path = sqlite_path(self.url)
+        if self._path is not None:
+            make_private(self._path)
+        writers = _WRITERS if self._path is None else 1
+        engine = postgresql_engine if self._path is None else sqlite_engine
+        self._readers = engine(self.url, size=readers, writes=False)
+        self._writers = engine(self.url, size=writers, writes=True)
         self._reader_threads = ThreadPoolExecutor(readers, thread_name_prefix="db-read")
-        self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="db-write")
+        self._writer_threads = ThreadPoolExecutor(writers, thread_name_prefix="db-write")
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other servers may use it at the same time."""
+        return self._path is None
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """A session that sees one snapshot and cannot write."""
-        with Session(self._readers, expire_on_commit=False) as session, session.begin():
+        """A session that sees one snapshot and cannot write. Raises `DatabaseUnavailable`."""
+        with self._telling(), Session(self._readers, expire_on_commit=False) as session, session.begin():
             yield session
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """A session that holds the write lock from its first statement. Waits for other writers."""
-        with Session(self._writer, expire_on_commit=False) as session, session.begin():
+        """A session that can write; on SQLite it holds the write lock from its first statement. Raises `DatabaseUnavailable`."""
+        with self._telling(), Session(self._writers, expire_on_commit=False) as session, session.begin():
             yield session
 
     async def run_read(self, work: Callable[[Session], T]) -> T:
@@ -68,72 +88,39 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._reader_threads, run)
 
     async def run_write(self, work: Callable[[Session], T]) -> T:
-        """``work`` in a writing session on the one writer thread; its result is durable when this returns.
+        """``work`` in a writing session on a writer thread; its result is durable when this returns.
 
-        Once begun, the work is carried through even if the caller is cancelled.
+        Work that lost a race against another server's is done again from the start, so it looks before it decides and changes
+        nothing outside its session but what it may change twice. Once begun, it is carried through even if the caller is cancelled.
         """
+        return await asyncio.get_running_loop().run_in_executor(self._writer_threads, self.write_now, work)
 
-        def run() -> T:
-            with self.write() as session:
-                return work(session)
-
-        return await asyncio.get_running_loop().run_in_executor(self._writer_thread, run)
+    def write_now(self, work: Callable[[Session], T]) -> T:
+        """As `run_write`, on the caller's own thread."""
+        for tried in range(1, _TRIES):
+            try:
+                with self.write() as session:
+                    return work(session)
+            except DBAPIError as error:
+                if not lost_a_race(error):
+                    raise
+            time.sleep(random.uniform(0, _FIRST_PAUSE_S * 2**tried))
+        with self.write() as session:
+            return work(session)
 
     def close(self) -> None:
         """Finish running work and close every connection."""
         self._reader_threads.shutdown()
-        self._writer_thread.shutdown()
+        self._writer_threads.shutdown()
         self._readers.dispose()
-        self._writer.dispose()
+        self._writers.dispose()
 
-
-def check_url(url: str) -> URL:
-    """The parsed URL; raises `UnsupportedDatabase` unless it is a SQLite file and its path has ``%3F`` for ``?``."""
-    parsed = make_url(url)
-    if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database == ":memory:":
-        raise UnsupportedDatabase(f"{parsed.render_as_string()} is not served: give sqlite:///PATH, a file on a local disk")
-    if "?" in url:  # all behind it would silently be left out of the path
-        raise UnsupportedDatabase("the database's URL has a query: write a ? in its path as %3F")
-    return parsed
-
-
-def sqlite_path(url: URL) -> Path:
-    """The file of a URL that `check_url` has passed."""
-    return Path(url.database or "")
-
-
-def make_private(path: Path) -> None:
-    """Make the file, unless it is there, for its owner alone whatever the umask. SQLite gives its WAL the same mode.
-
-    A file that is there is not even opened: closing it again would drop the locks of this process's other connections.
-    """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        return
-    try:
-        os.fchmod(descriptor, 0o600)
-    finally:
-        os.close(descriptor)
-
-
-def _engine(url: URL, *, size: int, writes: bool) -> Engine:
-    engine = create_engine(url, poolclass=QueuePool, pool_size=size, max_overflow=0)
-
-    @event.listens_for(engine, "connect")
-    def configure(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:
-        if not isinstance(connection, sqlite3.Connection):
-            raise AssertionError(f"{type(connection)} is no SQLite connection")
-        connection.isolation_level = None  # transactions are begun below, not by the driver's guess
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")
-        connection.execute("PRAGMA foreign_keys=ON")
-        connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-        if not writes:
-            connection.execute("PRAGMA query_only=ON")
-
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-    return engine
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except DBAPIError as error:
+            if not is_away(error):
+                raise
+            _log.warning("%s", why_away(error, self.url))
+            raise DatabaseUnavailable from error

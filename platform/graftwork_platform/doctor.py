@@ -9,12 +9,12 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from graftwork_adapters.errors import StoreError
+from graftwork_adapters.errors import StoreError, StoreUnavailable
 from graftwork_adapters.report import Report
 from graftwork_adapters.store import StoreConfig
-from graftwork_adapters.stores import open_store
+from graftwork_adapters.stores import check_store
 from graftwork_platform.admin.client import AdminClient, CallFailed
-from graftwork_platform.db import UnsupportedDatabase, check_url, sqlite_path
+from graftwork_platform.db_url import UnsupportedDatabase, check_url, describe, sqlite_path
 from graftwork_platform.serve.data_dir import DataDirBusy, locked
 from graftwork_platform.settings import Settings
 
@@ -110,29 +110,34 @@ def _examine_secret(report: Report, path: Path) -> None:
 
 def _examine_store(report: Report, config: StoreConfig) -> None:
     try:
-        next(open_store(config).list_keys("uploads/"), None)
+        check_store(config)
         report.passed("object store", "can be read", config.url)
+    except StoreUnavailable as error:
+        fix = error.fix or "`graftwork serve` makes a folder at the first start; after that, restore it from a backup"
+        report.fail("object store", config.url, f"cannot be used: {error}", fix)
     except StoreError as error:
-        fix = "give it back to the server's user, or restore it from a backup"
-        report.fail("object store", config.url, f"cannot be read: {error}", fix)
+        report.fail("object store", None, f"cannot be used: {error}", "correct --object-store and the options beside it")
 
 
 def _examine_database(report: Report, url: str) -> None:
     try:
-        path = sqlite_path(check_url(url))
+        parsed = check_url(url)
     except UnsupportedDatabase as error:
         report.fail("database", None, str(error), "fix the database URL")
         return
-    if not path.exists():
+    path = sqlite_path(parsed)
+    if path is not None and not path.exists():
         report.fail("database", str(path), "is not there", "`graftwork serve` makes it at the first start")
         return
+    where = str(path) if path is not None else describe(parsed)
     # A process of its own, since this package lies below the migrations and may not import them.
-    command = [sys.executable, "-m", "graftwork_migrations", "current", "--database-url", url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "graftwork_migrations", "current", "--database-url", "-"]
+    done = subprocess.run(command, input=f"{url}\n", capture_output=True, text=True, check=False)
     found, _, newest = done.stdout.strip().partition(" ")
     if done.returncode != 0:
-        report.fail("database", str(path), f"cannot be read: {done.stderr.strip()[-200:]}", "restore it from a backup")
+        fix = "restore it from a backup" if path is not None else "see that it runs, and that --database-url is right"
+        report.fail("database", where, f"cannot be read: {done.stderr.strip()[-300:]}", fix)
     elif found == newest:
-        report.passed("database", f"at revision {found}", str(path))
+        report.passed("database", f"at revision {found}", where)
     else:
-        report.warn("database", str(path), f"at revision {found}, this version wants {newest}", "`graftwork serve` upgrades it")
+        report.warn("database", where, f"at revision {found}, this version wants {newest}", "`graftwork serve` upgrades it")

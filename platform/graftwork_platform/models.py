@@ -131,7 +131,11 @@ class Adapter(Base):
 
 
 class AdapterVersion(Base):
-    """One publication of an adapter. Its number and digest are known from `READY` on and never change."""
+    """One publication of an adapter. Its number is known from `READY` on; number and digest then never change.
+
+    Before that, a digest says that blobs of it may have been stored on this version's behalf. ``deleted_at`` is when nothing needed
+    them any more, also of a version that failed behind its digest.
+    """
 
     __tablename__ = "adapter_versions"
     __table_args__ = (
@@ -160,8 +164,21 @@ class AdapterVersion(Base):
     deleted_at: Mapped[int | None]
 
 
+class BlobSweep(Base):
+    """A digest whose blobs are being deleted, and by which sweep."""
+
+    __tablename__ = "blob_sweeps"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    token: Mapped[UUID]
+
+
 class Upload(Base):
-    """Files on their way to becoming a version. Which parts have arrived is read from the disk, where they are."""
+    """Files on their way to becoming a version. Which parts have arrived is read from the store, where they are.
+
+    While it is `VALIDATING`, the publication that runs holds its lease: ``lease_holder`` until ``lease_until``, then anyone may
+    take it.
+    """
 
     __tablename__ = "uploads"
     __table_args__ = (
@@ -180,6 +197,8 @@ class Upload(Base):
     version_id: Mapped[UUID | None]
     created_at: Mapped[int]
     expires_at: Mapped[int]
+    lease_holder: Mapped[UUID | None]
+    lease_until: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 class Usage(Base):
@@ -193,7 +212,7 @@ class Usage(Base):
         CheckConstraint("prompt_tokens >= 0 AND output_tokens >= 0", name="tokens_not_negative"),
         CheckConstraint("cached_tokens BETWEEN 0 AND prompt_tokens", name="cached_within_prompt"),
         Index(None, "tenant_id", "seq"),
-        Index("uq_usage_seq", "seq", unique=True),
+        Index("uq_usage_seq_day", "seq", "day", unique=True),  # `insert_usage` deals out each number once
     )
 
     day: Mapped[datetime.date] = mapped_column(primary_key=True)
@@ -209,3 +228,12 @@ class Usage(Base):
     output_tokens: Mapped[int]
     status: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[int]
+
+
+class SecretFingerprint(Base):
+    """What a secret that the database's rows were made with hashes to, so that a server with another one is refused."""
+
+    __tablename__ = "secret_fingerprints"
+
+    name: Mapped[str] = mapped_column(String(32), primary_key=True)
+    fingerprint: Mapped[bytes] = mapped_column(LargeBinary(32))

@@ -20,11 +20,15 @@ from graftwork_platform.usage import UsageRow
 _log = logging.getLogger(__name__)
 
 _MAX_CLIENT_ID_CHARS = 128
-_MAX_ENGINE_METRICS = 256
+_MAX_READINGS = 256
 _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
 _NO_ROUTE = "unknown"
 _PROBES = frozenset({"/livez", "/readyz", "/metrics"})  # asked every few seconds, and of no interest one by one
 _SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+Stats = Callable[[], Mapping[str, float]]
+"""A reading; names end in their unit, those of counters in ``_total``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,8 @@ def client_request_id(scope: Scope) -> str | None:
 class Metrics:
     """This process's numbers. Labels are routes and statuses, never tenants or models, so their number is bounded."""
 
-    def __init__(self, engine_stats: Callable[[], Mapping[str, float]]) -> None:
-        """``engine_stats``: the engine's last reading of itself."""
+    def __init__(self, engine_stats: Stats, usage_stats: Stats = dict) -> None:
+        """``engine_stats``: the engine's last reading of itself; ``usage_stats``: the usage journal's."""
         self._registry = CollectorRegistry()
         self._requests = Counter("graftwork_http_requests", "Requests answered.", ("route", "status"), registry=self._registry)
         self._seconds = Histogram(
@@ -72,7 +76,8 @@ class Metrics:
         self._tokens = Counter(
             "graftwork_tokens", "Tokens in usage rows; cached ones are a part of the prompt's.", ("kind",), registry=self._registry
         )
-        self._registry.register(_EngineCollector(engine_stats))
+        self._registry.register(_Readings("graftwork_engine", "As the engine last reported it.", engine_stats))
+        self._registry.register(_Readings("graftwork_usage", "Of the usage journal.", usage_stats))
 
     def observe_answer(self, route: str, status: int, seconds: float) -> None:
         """Count an answered request."""
@@ -91,18 +96,18 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _EngineCollector(Collector):
-    """The engine's readings under ``graftwork_engine_…``; names that are none are left out."""
+class _Readings(Collector):
+    """A part's readings of itself under ``prefix_…``; names that are none are left out."""
 
-    def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
-        self._stats = stats
+    def __init__(self, prefix: str, description: str, stats: Stats) -> None:
+        self._prefix, self._description, self._stats = prefix, description, stats
 
     def collect(self) -> Iterable[Metric]:
-        for name, value in sorted(self._stats().items())[:_MAX_ENGINE_METRICS]:
+        for name, value in sorted(self._stats().items())[:_MAX_READINGS]:
             if not _METRIC_NAME.fullmatch(name):
                 continue
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield kind(f"graftwork_engine_{name.removesuffix('_total')}", "As the engine last reported it.", value=value)
+            yield kind(f"{self._prefix}_{name.removesuffix('_total')}", self._description, value=value)
 
 
 class RequestObserver:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
+
+from graftwork_platform.settings import GivenSecrets
 
 _BYTES = 32
 
 
 class BadSecret(Exception):
-    """A secret file that does not hold a secret; the message names it."""
+    """A secret that is none, or that this database was not made with; the message says which and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +30,23 @@ class Secrets:
         """The start of a tenant's prefix-cache chain; nobody outside can compute or choose it."""
         return hmac.digest(self.cache_salt, tenant_id.bytes, hashlib.sha256)
 
+    @property
+    def pepper_fingerprint(self) -> bytes:
+        """Tells peppers apart and nothing else of them."""
+        return hmac.digest(self.pepper, b"graftwork pepper fingerprint", hashlib.sha256)
 
-def load_or_create(directory: Path) -> Secrets:
-    """The secrets in ``directory``, made at first use (files 0600 in a folder 0700).
 
-    Raises `BadSecret` for a file that is cut short, `OSError` if it cannot be read or made.
+def load_or_create(directory: Path, given: GivenSecrets = GivenSecrets()) -> Secrets:
+    """The secrets that are ``given``, the others in ``directory``, made at first use (files 0600 in a folder 0700).
+
+    Raises `BadSecret` for one that is cut short, `OSError` if a file cannot be read or made.
     """
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return Secrets(pepper=_secret(directory / "pepper"), cache_salt=_secret(directory / "cache-salt"))
+    return Secrets(
+        pepper=_secret(directory / "pepper") if given.pepper is None else _bytes(given.pepper, "GRAFTWORK_PEPPER"),
+        cache_salt=_secret(directory / "cache-salt")
+        if given.cache_salt is None
+        else _bytes(given.cache_salt, "GRAFTWORK_CACHE_SALT"),
+    )
 
 
 def write_private(path: Path, text: str) -> None:
@@ -59,12 +71,22 @@ def sync_directory(directory: Path) -> None:
 
 
 def _secret(path: Path) -> bytes:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not path.exists():
-        write_private(path, os.urandom(_BYTES).hex() + "\n")
+        made = path.with_name(f".{path.name}.{os.getpid()}")
+        write_private(made, os.urandom(_BYTES).hex() + "\n")
+        with suppress(FileExistsError):  # another server with this folder was faster, and its secret holds
+            os.link(made, path)
+        made.unlink()
+        sync_directory(path.parent)
+    return _bytes(path.read_text(errors="replace"), str(path))
+
+
+def _bytes(text: str, where: str) -> bytes:
     try:
-        secret = bytes.fromhex(path.read_text().strip())
-    except ValueError as error:
-        raise BadSecret(f"{path} does not hold {_BYTES} bytes in hex; restore it from a backup") from error
+        secret = bytes.fromhex(text.strip())
+    except ValueError:
+        raise BadSecret(f"{where} does not hold {_BYTES} bytes in hex; restore it from a backup") from None
     if len(secret) < _BYTES:
-        raise BadSecret(f"{path} holds {len(secret)} bytes, expected {_BYTES}; restore it from a backup")
+        raise BadSecret(f"{where} holds {len(secret)} bytes, expected {_BYTES}; restore it from a backup")
     return secret

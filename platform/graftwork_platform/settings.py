@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -55,12 +55,13 @@ class Settings:
     port: int = DEFAULT_PORT
     dtype: Dtype = "bfloat16"
     row_type: RowTypeName = "bfloat16"
-    database_url: str = ""
+    database_url: str = field(default="", repr=False)  # may hold a password; empty: a file of the data directory
     object_store: StoreConfig | None = None  # None: a folder of the data directory
     secrets_path: Path | None = None  # None: a folder of the data directory
     upload: UploadLimits = UploadLimits()
     publish: PublishLimits = PublishLimits()
     request_timeout: float = 600.0  # seconds a request may take from its arrival to its last token
+    keep_alive: float = 15.0  # seconds of silence after which a stream says that it is alive
     shutdown_grace: float = 10.0  # seconds in which running streams may end
 
     @property
@@ -110,6 +111,19 @@ class Settings:
     def store(self) -> StoreConfig:
         """The object store."""
         return self.object_store or StoreConfig(str(self.data_dir / "objects"))
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSecrets:
+    """The server's secrets as text in hex, where they are given and not files. None: from its file."""
+
+    pepper: str | None = field(default=None, repr=False)
+    cache_salt: str | None = field(default=None, repr=False)
+
+
+def given_secrets(environ: Mapping[str, str] = os.environ) -> GivenSecrets:
+    """From ``GRAFTWORK_PEPPER`` and ``GRAFTWORK_CACHE_SALT``."""
+    return GivenSecrets(environ.get("GRAFTWORK_PEPPER") or None, environ.get("GRAFTWORK_CACHE_SALT") or None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,9 +40,11 @@ class Tenants:
     async def get(self, name_or_id: str) -> Tenant:
         """Raises `NotFound`."""
         tenant_id = parse("tn", name_or_id)  # no name begins with `tn_`, so the two never meet
-        matches = Tenant.name == name_or_id if tenant_id is None else Tenant.id == tenant_id
-        query = select(Tenant).where(matches, Tenant.deleted_at.is_(None))
-        tenant = await self._database.run_read(lambda session: session.scalar(query))
+        tenant = None
+        if tenant_id is not None or (name_or_id.isascii() and name_or_id.isprintable()):  # databases refuse NUL
+            matches = Tenant.name == name_or_id if tenant_id is None else Tenant.id == tenant_id
+            query = select(Tenant).where(matches, Tenant.deleted_at.is_(None))
+            tenant = await self._database.run_read(lambda session: session.scalar(query))
         if tenant is None:
             raise NotFound(f"No tenant `{name_or_id}`.", code="tenant_not_found")
         return tenant
@@ -51,7 +53,8 @@ class Tenants:
         """Mark a tenant deleted; its usage stays. The caller revokes its keys next."""
 
         def work(session: Session) -> None:
-            session.get_one(Tenant, tenant_id).deleted_at = int(self._now() * 1000)
+            tenant = session.get_one(Tenant, tenant_id, with_for_update=True)
+            tenant.deleted_at = tenant.deleted_at or int(self._now() * 1000)
 
         await self._database.run_write(work)
 

@@ -1,28 +1,30 @@
-"""Usage rows: written once each, many per commit, durable before anyone is told; read behind a cursor. Knows no HTTP."""
+"""Usage rows in the database: written once each, many per commit; read behind a cursor. Knows no HTTP and no journal."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
+import msgspec
 from sqlalchemy import func, select
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from graftwork_platform.db import Database
+from graftwork_platform.db_postgresql import Turn, take_turn
 from graftwork_platform.errors import BadRequest
-from graftwork_platform.ids import day_of, parse, show
+from graftwork_platform.ids import day_of, parse
 from graftwork_platform.models import Usage, UsageStatus
 from graftwork_platform.paging import Page, page_of
 
 _log = logging.getLogger(__name__)
 
-_MAX_BATCH = 500
-_RETRY_DELAYS = (0.1, 0.5, 2.0)  # seconds; a full disk or a held lock often passes
+_MAX_REFUSALS = 2  # then it is the row, and no other writer's doing
+_RETRY_DELAYS = (0.1, 0.5, 2.0, 5.0)  # seconds; a full disk or a held lock often passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,88 +45,49 @@ class UsageRow:
 
 
 class UsageNotRecorded(Exception):
-    """The database refused a row, or did not take it in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    row: UsageRow
-    done: asyncio.Future[None]
+    """The usage of a request cannot be made durable."""
 
 
 class UsageWriter:
-    """Group commit: rows that arrive while one commit runs share the next, so many streams can end on one slow disk.
-
-    Belongs to one event loop. `run` must be running for `record` to return.
-    """
+    """Brings rows from the journal into the database, however long it stays away."""
 
     def __init__(self, database: Database, *, retry_delays: Sequence[float] = _RETRY_DELAYS) -> None:
+        """``retry_delays``: seconds between attempts; the last one is repeated for ever."""
         self._database = database
         self._retry_delays = retry_delays
-        self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
+        self.num_refused = 0
 
-    async def record(self, row: UsageRow) -> None:
-        """Returns when ``row`` is durable; a row whose id is there already changes nothing. Raises `UsageNotRecorded`.
+    async def write(self, rows: Sequence[UsageRow]) -> None:
+        """Return when ``rows`` are in the database; those whose id is there already change nothing.
 
-        The row is written even if the caller is cancelled while it waits.
+        A row that breaks the database's own rules, time and again, is logged in full and given up: it must not hold up the others.
         """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Pending(row, done))
-        await done
-
-    async def run(self) -> None:
-        """Write batches until cancelled; rows handed over before that are written first."""
-        writing: asyncio.Task[None] | None = None
-        try:
-            while True:
-                writing = asyncio.create_task(self._write(await self._next_batch()))
-                await asyncio.shield(writing)
-        finally:
-            if writing is not None:
-                await writing
-            while not self._queue.empty():
-                await self._write(self._take([]))
-
-    async def _next_batch(self) -> list[_Pending]:
-        return self._take([await self._queue.get()])
-
-    def _take(self, batch: list[_Pending]) -> list[_Pending]:
-        with contextlib.suppress(asyncio.QueueEmpty):
-            while len(batch) < _MAX_BATCH:
-                batch.append(self._queue.get_nowait())
-        return batch
-
-    async def _write(self, batch: list[_Pending]) -> None:
-        try:
-            await self._insert([pending.row for pending in batch])
-        except IntegrityError as error:
-            if len(batch) == 1:
-                _fail(batch, error)
-                return
-            for pending in batch:  # one bad row must not cost the others theirs
-                await self._write([pending])
-        except SQLAlchemyError as error:
-            _fail(batch, error)
-        else:
-            for pending in batch:
-                if not pending.done.done():
-                    pending.done.set_result(None)
-
-    async def _insert(self, rows: list[UsageRow]) -> None:
-        for delay in self._retry_delays:
+        for attempt in itertools.count():
             try:
                 await self._database.run_write(lambda session: insert_usage(session, rows))
                 return
-            except IntegrityError:
-                raise
+            except (IntegrityError, DataError) as error:
+                if len(rows) > 1:
+                    await self.write(rows[: len(rows) // 2])
+                    await self.write(rows[len(rows) // 2 :])
+                    return
+                if attempt >= min(_MAX_REFUSALS, len(self._retry_delays)):
+                    self.num_refused += 1
+                    _log.error("the database refuses this usage row: %s: %s", error, msgspec.json.encode(rows[0]).decode())
+                    return
+                await asyncio.sleep(self._retry_delays[attempt])
             except SQLAlchemyError as error:
+                delay = self._retry_delays[min(attempt, len(self._retry_delays) - 1)]
                 _log.warning("cannot write %d usage rows, trying again in %.1f s: %s", len(rows), delay, error)
                 await asyncio.sleep(delay)
-        await self._database.run_write(lambda session: insert_usage(session, rows))
 
 
 def insert_usage(session: Session, rows: Sequence[UsageRow]) -> None:
-    """Add the rows that are not there yet, numbered in the order of recording."""
+    """Add the rows that are not there yet, numbered in the order of recording.
+
+    Commits take turns, in the order of the numbers: a reader behind a cursor can never pass a row that becomes visible late.
+    """
+    take_turn(session, Turn.RECORD_USAGE)
     ids = [row.request_id for row in rows]
     days = {day_of(request_id) for request_id in ids}
     known = set(session.scalars(select(Usage.request_id).where(Usage.day.in_(days), Usage.request_id.in_(ids))))
@@ -157,7 +120,10 @@ async def list_usage(database: Database, *, tenant_id: UUID | None, after: str |
 
 def _seq_of(session: Session, tenant_id: UUID | None, after: str) -> int:
     request_id = parse("req", after)
-    row = session.get(Usage, (day_of(request_id), request_id)) if request_id else None
+    try:
+        row = session.get(Usage, (day_of(request_id), request_id)) if request_id else None
+    except (ValueError, OverflowError):  # no day of any calendar
+        row = None
     if row is None or (tenant_id is not None and row.tenant_id != tenant_id):
         raise BadRequest(f"`after` is no request id of this list: {after}", param="after")
     return row.seq
@@ -179,10 +145,3 @@ def _as_model(row: UsageRow, seq: int) -> Usage:
         status=row.status,
         created_at=row.created_at,
     )
-
-
-def _fail(batch: list[_Pending], error: Exception) -> None:
-    for pending in batch:
-        _log.error("usage of %s is not recorded: %s", show("req", pending.row.request_id), error)
-        if not pending.done.done():
-            pending.done.set_exception(UsageNotRecorded(str(error)))

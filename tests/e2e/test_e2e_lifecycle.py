@@ -119,7 +119,7 @@ def test_stopping_ends_a_running_stream_with_an_error_event(start_server: Callab
     assert codes == [0]
     assert "Traceback" not in server.log.read_text()
     server.start()
-    [row] = server.usage_rows("streaming")
+    [row] = server.wait_usage("streaming", 1)
     assert row["status"] == "failed"
     assert row["output_tokens"] > 5
 

@@ -13,9 +13,18 @@ import httpx2
 import openai
 import pytest
 
+from graftwork_adapters.base_spec import load_base_spec
+from graftwork_adapters.keys import AdapterDigest, packed_key, packed_path, upload_prefix
+
 pytestmark = pytest.mark.e2e
 
 PROMPT = [40, 41, 42, 43, 44, 45]
+
+
+def packed_of(server: Any, digest: str) -> str:
+    """Key of an adapter's packed form in the store of a server that serves in fp32."""
+    base_id = load_base_spec(server.model, None).base_id
+    return packed_path(packed_key(AdapterDigest(digest), base_id, "float32"))
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +124,9 @@ def test_prompt_beyond_the_limit_names_both_numbers(server: Any, key: str) -> No
 
 def test_vanished_blob_is_503_and_the_rest_goes_on(server: Any, key: str, make_adapter: Callable[..., Path]) -> None:
     pushed = server.cli("adapters", "push", str(make_adapter("vanishing", 30)), "--tenant", "acme", "--name", "vanishing")
-    for path in (server.data_dir / "objects").rglob("*"):
-        if path.is_file() and (pushed["digest"] in str(path)):
-            path.unlink()
-    packed = [p for p in (server.data_dir / "objects" / "packed").rglob("*") if p.is_file()]
-    newest = max(packed, key=lambda p: p.stat().st_mtime)
-    newest.unlink()
+    packed = packed_of(server, pushed["digest"])
+    for gone in [*server.store.list_keys(upload_prefix(pushed["digest"])), packed]:
+        server.store.delete(gone)
     client = server.client(key)
     with pytest.raises(openai.InternalServerError) as raised:
         server.complete(client, "vanishing", PROMPT, 2)
@@ -131,9 +137,8 @@ def test_vanished_blob_is_503_and_the_rest_goes_on(server: Any, key: str, make_a
 
 def test_missing_packed_form_is_rebuilt(server: Any, key: str, make_adapter: Callable[..., Path], reference: Any) -> None:
     folder = make_adapter("rebuilt", 31)
-    server.cli("adapters", "push", str(folder), "--tenant", "acme", "--name", "rebuilt")
-    packed = [p for p in (server.data_dir / "objects" / "packed").rglob("*") if p.is_file()]
-    max(packed, key=lambda p: p.stat().st_mtime).unlink()
+    pushed = server.cli("adapters", "push", str(folder), "--tenant", "acme", "--name", "rebuilt")
+    server.store.delete(packed_of(server, pushed["digest"]))
     assert server.complete(server.client(key), "rebuilt", PROMPT, 8) == reference(folder, PROMPT, 8)
 
 
@@ -167,8 +172,10 @@ def test_disconnect_frees_the_engine(server: Any, key: str) -> None:
     with pytest.raises(httpx2.TimeoutException):
         httpx2.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=0.3)
     server.wait_until_idle()
-    rows = server.usage_rows("acme")
-    assert sum(row["status"] == "aborted" for row in rows) >= 2
+    deadline = time.monotonic() + 10
+    while sum(row["status"] == "aborted" for row in server.usage_rows("acme")) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_usage_is_what_the_client_received(server: Any, foreign_key: str, tiny_base: Path) -> None:
@@ -178,8 +185,7 @@ def test_usage_is_what_the_client_received(server: Any, foreign_key: str, tiny_b
         client.completions.create(model=model, prompt=PROMPT, max_tokens=count, temperature=0, extra_body={"ignore_eos": True})
         for model, count in ((tiny_base.name, 3), ("secret-sauce", 5))
     ]
-    rows = server.usage_rows("globex")[before:] if before else server.usage_rows("globex")
-    assert len(rows) == 2
+    rows = server.wait_usage("globex", before + 2)[before:]
     assert sorted(row["output_tokens"] for row in rows) == sorted(a.usage.completion_tokens for a in answers if a.usage)
     assert {row["prompt_tokens"] for row in rows} == {len(PROMPT)}
 

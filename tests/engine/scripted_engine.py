@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graftwork_engine.core import EngineCore
@@ -165,6 +166,12 @@ class ScriptedGate:
                 changed = True
         return changed
 
+    def discrepancies(self, holds: Mapping[str, int], references: Mapping[str, int]) -> list[str]:
+        found = [f"{+self.holds} are held, {dict(holds)} should be"] if +self.holds != Counter(holds) else []
+        if +self.references != Counter(references):
+            found.append(f"{+self.references} are referenced, {dict(references)} should be")
+        return found
+
     def is_balanced(self) -> bool:
         return not +self.holds and not +self.references
 
@@ -219,6 +226,7 @@ class Bench:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         seed: int = 7,
+        choice: int = 0,
     ) -> Request:
         """Add a request; a number for a prompt means tokens of its own, derived from ``name``."""
         if isinstance(prompt, int):
@@ -226,7 +234,7 @@ class Bench:
         request = Request(
             request_id=RequestId(name),
             prompt_ids=prompt,
-            sampling=Sampling(max_tokens, seed, stop_token_ids=stop, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+            sampling=Sampling(max_tokens, seed, choice, stop_token_ids=stop, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
             cache_salt=flow.encode(),
             flow=flow,
             arrival=self.now,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from property_budget import budget
 from scripted_engine import Bench, ScriptedGate, solo_output
 
 from graftwork_engine.request import RequestStatus
@@ -14,6 +14,8 @@ from graftwork_engine.sched.plan import AdapterFailure
 
 BROKEN = AdapterFailure("adapter_corrupt", "its bytes are not what its key says")
 ADAPTERS = ("p", "q", "r", "broken")
+NEVER = "never"
+"""An adapter whose load hangs: its requests wait until they are aborted or their time is up, and hold nobody up."""
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -40,7 +42,7 @@ class CoreMachine(RuleBasedStateMachine):
         delays: list[int],
         caching: bool,
     ) -> None:
-        gate = ScriptedGate(num_places, dict(zip(ADAPTERS, delays, strict=True)), {"broken": BROKEN})
+        gate = ScriptedGate(num_places, {**dict(zip(ADAPTERS, delays, strict=True)), NEVER: 10**9}, {"broken": BROKEN})
         self.bench = Bench(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -58,7 +60,8 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         flow=st.sampled_from("tu"),
-        adapter=st.sampled_from([None, None, *ADAPTERS]),
+        adapter=st.sampled_from([None, None, *ADAPTERS, NEVER]),
+        num_choices=st.sampled_from([1, 1, 1, 2, 3]),
         adapter_start=st.integers(0, 3),
         max_tokens=st.integers(1, 6),
         resumed=st.integers(0, 6),
@@ -71,6 +74,7 @@ class CoreMachine(RuleBasedStateMachine):
         data: st.DataObject,
         flow: str,
         adapter: str | None,
+        num_choices: int,
         adapter_start: int,
         max_tokens: int,
         resumed: int,
@@ -83,18 +87,25 @@ class CoreMachine(RuleBasedStateMachine):
         prompt = [0] * length
         prompt[-1] = data.draw(st.integers(0, 1))  # prompts that are mostly alike, so that prefixes are found
         stop = tuple(range(0, 50, 7)) if stops else ()
-        name = f"r{len(self.bench.requests)}"
-        what: dict[str, Any] = {"adapter": adapter, "adapter_start": adapter_start, "flow": flow, "stop": stop}
-        solo = solo_output(Bench(num_blocks=99).add(name, prompt, max_tokens, **what))
-        self.bench.add(
-            name,
-            prompt,
-            max_tokens,
-            **what,
-            output=solo[:resumed] if resumed > 3 else [],
-            time_limit=time_limit,
-            prompt_logprobs=0 if wants_prompt else None,
-        )
+        for choice in range(num_choices):
+            name = f"r{len(self.bench.requests)}"
+            what: dict[str, Any] = {
+                "adapter": adapter,
+                "adapter_start": adapter_start,
+                "flow": flow,
+                "stop": stop,
+                "choice": choice,
+            }
+            solo = solo_output(Bench(num_blocks=99).add(name, list(prompt), max_tokens, **what))
+            self.bench.add(
+                name,
+                list(prompt),
+                max_tokens,
+                **what,
+                output=solo[:resumed] if resumed > 3 else [],
+                time_limit=time_limit,
+                prompt_logprobs=0 if wants_prompt else None,
+            )
 
     @precondition(lambda self: self.bench.requests)
     @rule(data=st.data())
@@ -133,12 +144,26 @@ class CoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
             return
+        self._end_all_but_those_that_never_can()
         self.bench.run(max_steps=3000)
         for name, request in self.bench.requests.items():
             assert request.status is RequestStatus.FINISHED
             self._check_ending(name)
         assert len(self.told) == len(set(self.told)), "a request runs for the first time once"
         assert {s.request.request_id for plan in self.bench.runner.plans for s in plan.scheduled} == set(self.told)
+
+    def _end_all_but_those_that_never_can(self) -> None:
+        def unfinished() -> list[str]:
+            return [name for name, request in self.bench.requests.items() if request.status is not RequestStatus.FINISHED]
+
+        for _ in range(3000):
+            if all(self.bench.requests[name].adapter_key == NEVER for name in unfinished()):
+                break
+            self.bench.step()
+        for name in unfinished():
+            assert self.bench.requests[name].status is RequestStatus.WAITING
+            self.bench.core.abort(name)
+            self.aborted.add(name)
 
     def _check_ending(self, name: str) -> None:
         request, items = self.bench.requests[name], self.bench.items[name]
@@ -162,4 +187,4 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCoreMachine = CoreMachine.TestCase
-TestCoreMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCoreMachine.settings = budget(80, steps=30)

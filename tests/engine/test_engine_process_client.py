@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from graftwork_engine.client import EngineClient, GenerationRequest
+from graftwork_engine.client import EngineClient
 from graftwork_engine.errors import EngineUnavailable, ErrorCode, RequestFailed, RequestRejected
 from graftwork_engine.messages import Orphan, OutItem, Sampling
+from graftwork_engine.streams import GenerationRequest, Stream
 
 POISON = 666
 
@@ -50,6 +51,10 @@ ENGINE = textwrap.dedent(
             return bool(self.requests)
         def stats(self):
             return {"requests_running": float(len(self.requests))}
+        def take_in_loads(self):
+            pass
+        def check_integrity(self):
+            return []
         def step(self):
             if self.fresh:
                 self.on_running(self.fresh)
@@ -170,6 +175,61 @@ def test_closing_the_stream_aborts_in_the_engine(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_requests_read_as_one_stream(tmp_path: Path) -> None:
+    """A request may be added or stopped while others run; of one that was stopped nothing more comes, of the others all does."""
+
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (_, client), client.streams() as group:
+            got: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+            finishes: dict[str, str] = {}
+            await group.add(request_of("a", [1]))
+            await group.add(request_of("b", [2], max_tokens=100_000))
+            async for item in group:
+                got[item.request_id] += item.token_ids
+                if item.finish is not None:
+                    finishes[item.request_id] = item.finish
+                if item.request_id == "b" and len(got["b"]) == 5:
+                    await group.stop("b", 5)
+                    await group.add(request_of("c", [3]))
+            assert got == {"a": expected([1], 20), "b": expected([2], 5), "c": expected([3], 20)}
+            assert finishes == {"a": "length", "c": "length"}
+            await until(lambda: client.stats.get("requests_running") == 0.0)
+
+    asyncio.run(run())
+
+
+def test_leaving_a_group_aborts_all_of_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (_, client):
+            async with client.streams() as group:
+                for place in range(5):
+                    await group.add(request_of(f"r{place}", [place], max_tokens=100_000))
+                await anext(group)
+                assert client.num_streams == 5
+            assert client.num_streams == 0
+            await until(lambda: client.stats.get("requests_running") == 0.0)
+
+    asyncio.run(run())
+
+
+def test_one_failure_of_a_group_is_raised_and_the_others_can_go_on(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (_, client), client.streams() as group:
+            await group.add(request_of("long", [1] * 101))
+            await group.add(request_of("short", [1]))
+            tokens, failures = [], 0
+            while True:
+                try:
+                    tokens += (await anext(group)).token_ids
+                except RequestRejected:
+                    failures += 1
+                except StopAsyncIteration:
+                    break
+            assert (tokens, failures) == (expected([1], 20), 1)
+
+    asyncio.run(run())
+
+
 def test_streams_go_on_through_kills_of_the_engine(tmp_path: Path) -> None:
     async def run() -> None:
         async with engine_and_client(tmp_path, step_s=0.01) as (engine, client):
@@ -226,45 +286,81 @@ def test_a_deadline_holds_while_no_engine_answers(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_orphans_of_a_killed_client_stop_and_are_handed_over_once(tmp_path: Path) -> None:
-    dying_client = textwrap.dedent(
-        f"""
-        import asyncio
-        from graftwork_engine.client import EngineClient, GenerationRequest
-        from graftwork_engine.messages import Sampling
-        async def main():
-            async with EngineClient("ipc://{tmp_path}/e") as client:
-                request = GenerationRequest("orphan", [1], Sampling(max_tokens=100000, seed=1), b"", "f")
-                async for item in client.generate(request):
-                    print(item.first_output_index, flush=True)
-        asyncio.run(main())
-        """
-    )
+DYING_CLIENT = textwrap.dedent(
+    """
+    import asyncio, sys
+    from graftwork_engine.client import EngineClient
+    from graftwork_engine.messages import Sampling
+    from graftwork_engine.streams import GenerationRequest
+    async def main():
+        async with EngineClient(sys.argv[1]) as client:
+            request = GenerationRequest("orphan", [1], Sampling(max_tokens=int(sys.argv[2]), seed=1), b"", "f")
+            async for item in client.generate(request):
+                print(item.first_output_index, flush=True)
+            await asyncio.Event().wait()
+    asyncio.run(main())
+    """
+)
 
+
+async def tokens_before_death(endpoint: str, max_tokens: int, num_tokens: int) -> int:
+    """Start a client, kill it once it has had ``num_tokens``, and return how many it got in all."""
+    arguments = [sys.executable, "-c", DYING_CLIENT, endpoint, str(max_tokens)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    seen = 0
+    while seen < num_tokens:
+        seen = int(await asyncio.to_thread(process.stdout.readline)) + 1
+    os.kill(process.pid, signal.SIGKILL)
+    seen = max([seen, *[int(line) + 1 for line in process.stdout.read().split()]])
+    process.wait()
+    process.stdout.close()
+    return seen
+
+
+def test_orphans_of_a_killed_client_stop_at_once_and_are_kept_until_they_are_settled(tmp_path: Path) -> None:
     async def run() -> None:
-        async with engine_and_client(tmp_path) as (_, client):
-            process = subprocess.Popen([sys.executable, "-c", dying_client], stdout=subprocess.PIPE)
-            assert process.stdout is not None
-            seen = 0
-            while seen < 5:
-                seen = int(await asyncio.to_thread(process.stdout.readline)) + 1
-            os.kill(process.pid, signal.SIGKILL)
-            seen = max([seen, *[int(line) + 1 for line in process.stdout.read().split()]])
-            process.wait()
-            process.stdout.close()
-            await until(lambda: client.stats.get("requests_running") == 0.0)
-            claimed: list[Orphan] = await client.claim_orphans()
-            assert [orphan.request_id for orphan in claimed] == ["orphan"]
-            assert claimed[0].output_count >= seen
-            assert await client.claim_orphans() == []
+        async with engine_and_client(tmp_path) as (engine, client):
+            seen = await tokens_before_death(engine.endpoint, 100_000, 5)
+            async with asyncio.timeout(2.0):
+                while "orphan" in (answer := await client.claim_orphans(["orphan", "stranger"])).stopping:
+                    await asyncio.sleep(0.01)
+            [orphan] = answer.items
+            assert orphan.request_id == "orphan"
+            assert seen <= orphan.output_count <= seen + 100
+            assert (await client.claim_orphans(["orphan"])).items == [orphan], "two claims are answered alike"
+            await client.settle_orphans(["orphan"])
+            answer = await client.claim_orphans(["orphan"])
+            assert (answer.items, answer.stopping) == ([], [])
+
+    asyncio.run(run())
+
+
+def test_a_request_that_ended_before_its_client_wrote_it_down_is_an_orphan_too(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (engine, client):
+            assert await tokens_before_death(engine.endpoint, 7, 7) == 7
+            async with asyncio.timeout(2.0):
+                while not (answer := await client.claim_orphans(["orphan"])).items:
+                    assert answer.stopping == ["orphan"]
+                    await asyncio.sleep(0.01)
+            assert answer.items == [Orphan("orphan", 7)]
+
+    asyncio.run(run())
+
+
+def test_a_claim_no_engine_answers_is_unavailable(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with EngineClient(f"ipc://{tmp_path}/nobody") as client:
+            with pytest.raises(EngineUnavailable):
+                await client.claim_orphans(["r"], wait_s=0.1)
+            await client.settle_orphans(["r"])
 
     asyncio.run(run())
 
 
 def test_items_that_overlap_what_the_client_has_are_trimmed() -> None:
-    from graftwork_engine.client import _Stream
-
-    stream = _Stream(request_of("r", [1]), None)
+    stream = Stream(request_of("r", [1]), None)
     stream.push(OutItem("r", 0, [1, 2, 3]))
     assert not stream.push(OutItem("r", 2, [3, 4]))
     assert stream.output_ids == [1, 2, 3, 4]

@@ -2,93 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from tiny_model import BLOCK, CONFIG, CPU, adapter_memory, make_runner, random_adapter
 
 from graftwork_adapters.base_spec import PROJECTIONS
 from graftwork_engine.batch import build_batch
-from graftwork_engine.kv_memory import allocate_kv_cache
 from graftwork_engine.messages import Sampling, TokenLogprob
-from graftwork_engine.model.config import ModelConfig, RopeConfig
-from graftwork_engine.model.layers import Placement
-from graftwork_engine.model.registry import build_model
 from graftwork_engine.request import Request, RequestId
 from graftwork_engine.runner import ModelRunner
 from graftwork_engine.sched.plan import BASE, RequestResult, ScheduledRequest, StepPlan
-from graftwork_kernels.layout import AdapterMemory, RowType, SiteField, empty_adapter_memory
+from graftwork_kernels.layout import AdapterMemory, empty_adapter_memory
 
-CPU = torch.device("cpu")
-BLOCK = 4
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(10000.0),
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-    qk_norm=True,
-    tie_word_embeddings=False,
-    max_position_embeddings=64,
-    eos_token_ids=(),
-)
 GREEDY = Sampling(max_tokens=8, seed=0, temperature=0.0, logprobs=2)
 PROMPT = [5, 90, 17, 33, 61, 2, 44, 8, 71, 29, 13]
-
-
-def adapter_memory(adapters: Sequence[dict[int, tuple[Tensor, Tensor]]]) -> AdapterMemory:
-    """fp32 rows of each adapter's A [rank, in] and B transposed [rank, out], by site, laid out one after the other."""
-    rows: list[Tensor] = []
-    sites = torch.full((len(adapters), CONFIG.num_sites, len(SiteField)), -1, dtype=torch.int64)
-    sites[:, :, SiteField.RANK] = 0
-    for index, adapter in enumerate(adapters):
-        for site, (a, b) in adapter.items():
-            record = {SiteField.A_ROW: len(rows), SiteField.B_ROW: len(rows) + len(a), SiteField.RANK: len(a)}
-            for column, value in {**record, SiteField.ROW_TYPE: int(RowType.FP32)}.items():
-                sites[index, site, column] = value
-            rows += [*a, *b.T]
-    padded = [torch.nn.functional.pad(row, (0, -len(row) % 16)) for row in rows]
-    sizes = torch.tensor([0] + [row.numel() * 4 for row in padded])
-    return AdapterMemory(torch.cat(padded).view(torch.uint8), sizes.cumsum(0)[:-1], sites)
-
-
-def random_adapter(seed: int, rank: int, projections: Iterable[str]) -> dict[int, tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    hidden, inner = CONFIG.hidden_size, CONFIG.intermediate_size
-    query, kv = CONFIG.num_heads * CONFIG.head_dim, CONFIG.num_kv_heads * CONFIG.head_dim
-    inputs = (hidden, hidden, hidden, query, hidden, hidden, inner)
-    outputs = (query, kv, kv, hidden, inner, inner, hidden)
-    shapes = {name: shape for name, *shape in zip(PROJECTIONS, inputs, outputs, strict=True)}
-    return {
-        layer * len(PROJECTIONS) + PROJECTIONS.index(name): (
-            torch.randn(rank, shapes[name][0], generator=generator) * 0.3,
-            torch.randn(shapes[name][1], rank, generator=generator) * 0.3,
-        )
-        for layer in range(CONFIG.num_layers)
-        for name in projections
-    }
 
 
 @pytest.fixture(scope="module")
 def memory() -> AdapterMemory:
     return adapter_memory([random_adapter(1, 3, PROJECTIONS), random_adapter(2, 5, ["self_attn.k_proj", "mlp.down_proj"])])
-
-
-def make_runner(memory: AdapterMemory, num_blocks: int = 32) -> ModelRunner:
-    model = build_model(CONFIG, 64, Placement(torch.float32, CPU))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.destinations():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (1.0 if "norm" in name else 0.0))
-    return ModelRunner(model, allocate_kv_cache(CONFIG, num_blocks, BLOCK, torch.float32), memory)
 
 
 def make_request(sampling: Sampling = GREEDY, prompt: Sequence[int] = PROMPT, adapter_start: int = 0) -> Request:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
+import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from dev_servers.postgres import PostgresServer
 from graftwork_adapters.base_spec import BaseSpec
 from graftwork_adapters.keys import AdapterDigest, packed_key
 from graftwork_adapters.publish_job import PublishJob, PublishResult
@@ -117,12 +120,130 @@ class Admin:
         raise AssertionError("no verdict")
 
 
+DatabaseKind = Literal["sqlite", "postgresql"]
+
+
 @pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A migrated database file, to be copied."""
     path = tmp_path_factory.mktemp("database") / "graftwork.db"
     runner.upgrade(f"sqlite:///{path}")
     return path
+
+
+@pytest.fixture(scope="session")
+def migrated_postgres(postgres_server: PostgresServer) -> str:
+    """The name of a migrated database, to be copied."""
+    url = postgres_server.new_database()
+    runner.upgrade(url)
+    return url.rpartition("/")[2]
+
+
+@pytest.fixture(scope="session")
+def fresh_database(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[DatabaseKind], AbstractContextManager[str]]:
+    """``with fresh_database("sqlite" | "postgresql") as url``: a migrated database without rows; servers start when asked for."""
+
+    @contextmanager
+    def fresh(kind: DatabaseKind) -> Iterator[str]:
+        if kind == "sqlite":
+            file = shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path_factory.mktemp("database") / "graftwork.db")
+            yield f"sqlite:///{file}"
+        else:
+            server = request.getfixturevalue("postgres_server")
+            url = server.new_database(request.getfixturevalue("migrated_postgres"))
+            yield url
+            server.drop_database(url)
+
+    return fresh
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_kind(request: pytest.FixtureRequest) -> DatabaseKind:
+    """A test that asks for a database runs on both; ``parametrize("database_kind", ["sqlite"], indirect=True)`` picks one."""
+    return cast("DatabaseKind", request.param)
+
+
+@pytest.fixture
+def database_url(
+    database_kind: DatabaseKind, fresh_database: Callable[[DatabaseKind], AbstractContextManager[str]]
+) -> Iterator[str]:
+    """A migrated database without rows."""
+    with fresh_database(database_kind) as url:
+        yield url
+
+
+@pytest.fixture
+def postgres_url(fresh_database: Callable[[DatabaseKind], AbstractContextManager[str]]) -> Iterator[str]:
+    """A migrated PostgreSQL database without rows, for what SQLite has not."""
+    with fresh_database("postgresql") as url:
+        yield url
+
+
+class Line:
+    """The way to a server on loopback, which a test can hold or cut."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._flowing = threading.Event()
+        self._sockets: list[socket.socket] = []
+        self._listener: socket.socket | None = None
+        self.port = 0
+        self.mend()
+
+    def hold(self) -> None:
+        """Nothing passes, and nobody is told."""
+        self._flowing.clear()
+
+    def cut(self) -> None:
+        """Connections end, and new ones are refused."""
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        """All passes again, what was held too."""
+        self._flowing.set()
+        if self._listener is None:
+            self._listener = socket.create_server(("127.0.0.1", self.port))
+            self.port = self._listener.getsockname()[1]
+            threading.Thread(target=self._accept, args=[self._listener], daemon=True).start()
+
+    def close(self) -> None:
+        self.mend()
+        self.cut()
+        for each in self._sockets:
+            each.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                near = listener.accept()[0]
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [near, far]
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=ends, daemon=True).start()
+
+    def _pass(self, source: socket.socket, drain: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                self._flowing.wait()
+                drain.sendall(data)
+        with suppress(OSError):
+            drain.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def line(postgres_server: PostgresServer) -> Iterator[Line]:
+    """A way to PostgreSQL; ``line.port`` in place of its own."""
+    made = Line(postgres_server.port)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")
@@ -134,13 +255,21 @@ def bare_spec() -> BaseSpec:
 
 
 @pytest.fixture
-def data_settings(tmp_path: Path, empty_database: Path) -> Settings:
-    """Settings on a fresh data directory with a migrated database."""
+def data_settings(tmp_path: Path, database_kind: DatabaseKind, database_url: str) -> Settings:
+    """Settings on a fresh data directory with a migrated database; SQLite's lies in it."""
     data = tmp_path / "data"
     data.mkdir()
-    shutil.copy(empty_database, data / "graftwork.db")
+    if database_kind == "sqlite":
+        shutil.move(database_url.removeprefix("sqlite:///"), data / "graftwork.db")
+        database_url = ""
     limits = UploadLimits(part_bytes=1024, max_bytes=1 << 20)
-    return Settings(data_dir=data, model_dir=tmp_path / BASE_NAME, upload=limits, publish=PublishLimits(timeout=60.0))
+    return Settings(
+        data_dir=data,
+        model_dir=tmp_path / BASE_NAME,
+        upload=limits,
+        publish=PublishLimits(timeout=60.0),
+        database_url=database_url,
+    )
 
 
 @pytest.fixture

@@ -268,6 +268,7 @@ def test_doctor_says_what_is_wrong_and_what_to_do(online: Any) -> None:
     assert all(c["fix"] for c in [*found["checks"], *wrong_key["checks"]] if c["result"] != "pass")
 
 
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 def test_doctor_reads_a_data_directory_that_is_not_in_order(data_settings: Settings, tmp_path: Path) -> None:
     def problems(settings: Settings) -> dict[str, str]:
         report = Report()

@@ -12,7 +12,8 @@ import pytest
 
 from graftwork_migrations.__main__ import main as migrate
 from graftwork_migrations.runner import upgrade
-from graftwork_platform.db import Database, UnsupportedDatabase, check_url, sqlite_path
+from graftwork_platform.db import Database
+from graftwork_platform.db_url import UnsupportedDatabase, check_url, sqlite_path
 from graftwork_platform.ids import uuid7
 from graftwork_platform.models import Tenant
 from graftwork_platform.settings import Settings

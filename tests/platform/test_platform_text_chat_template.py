@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import models
+from tokenizers import models, processors
 from transformers import PreTrainedTokenizerFast
 
 from graftwork_platform.errors import BadRequest
 from graftwork_platform.text.chat_template import ChatTemplate, Message
-from graftwork_platform.text.tokenizer import TokenizerError
+from graftwork_platform.text.template_sandbox import TemplateSandbox
+from graftwork_platform.text.tokenizer import Tokenizer, TokenizerError
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -50,13 +56,37 @@ CHATS: list[list[Message]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[TemplateSandbox]:
+    sandbox = TemplateSandbox(cpu_seconds=0.2)
+    yield sandbox
+    sandbox.close()
+
+
+def render(template: ChatTemplate, chat: list[Message], *, add_generation_prompt: bool = True) -> str:
+    return asyncio.run(template.render(chat, add_generation_prompt=add_generation_prompt))
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("prompt", [True, False])
-def test_renders_as_transformers_does(template: str, chat: list[Message], prompt: bool) -> None:
+def test_renders_as_transformers_does(sandbox: TemplateSandbox, template: str, chat: list[Message], prompt: bool) -> None:
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(models.BPE()), **SPECIALS)
     expected = theirs.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=prompt)
-    assert ChatTemplate(template, SPECIALS).render(chat, add_generation_prompt=prompt) == expected
+    assert render(ChatTemplate(template, SPECIALS, sandbox), chat, add_generation_prompt=prompt) == expected
+
+
+@pytest.mark.parametrize("template", ["{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"])
+def test_a_prompt_has_the_bos_tokens_that_its_template_writes(sandbox: TemplateSandbox, template: str) -> None:
+    """A pipeline that adds one of its own must not add it again."""
+    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "Hello": 2, "<unk>": 3}, unk_token="<unk>"))
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIALS)
+    expected = theirs.apply_chat_template(CHATS[0], chat_template=template, return_dict=False)
+    text = render(ChatTemplate(template, SPECIALS, sandbox), CHATS[0])
+    assert Tokenizer(backend, SPECIALS).encode(text, add_special_tokens=False) == expected
+    assert expected.count(0) == template.count("bos_token")
 
 
 @pytest.mark.parametrize(
@@ -71,23 +101,102 @@ def test_renders_as_transformers_does(template: str, chat: list[Message], prompt
         ("{% set ns = namespace(_x=1) %}", "_x"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ messages | tojson(separators=7) }}", "int"),
+        ("{{ raise_exception('x' * 10**7) }}", "^.{100,1000}$"),
+        ("{{ messages.__init__.__globals__ }}", "unsafe"),
+        ("{{ lipsum.__globals__['os'].getcwd() }}", "unsafe|undefined"),
+        ("{{ ''|attr('__class__') }}x{{ (''|attr('__class__')).mro() }}", "unsafe|undefined"),
+        ("{{ '{0.__class__.__mro__}'.format('x') }}{{ raise_exception('shown') }}", "unsafe|undefined"),
     ],
 )
-def test_what_goes_wrong_inside_is_a_bad_request(template: str, words: str) -> None:
+def test_what_goes_wrong_inside_is_a_bad_request(sandbox: TemplateSandbox, template: str, words: str) -> None:
     with pytest.raises(BadRequest, match=words) as caught:
-        ChatTemplate(template, {}).render([{"role": "user", "content": "x"}])
+        render(ChatTemplate(template, {}, sandbox), CHATS[0])
     assert caught.value.param == "messages"
 
 
-def test_clock_is_injected() -> None:
-    template = ChatTemplate("{{ strftime_now('%d %B %Y') }}", {}, now=lambda: datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC))
-    assert template.render([]) == "01 March 2026"
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ 'x' * 10**10 }}",
+        "{{ 'x' * (messages | length * 10**10) }}",
+        "{{ 10 ** (messages | length * 10**9) }}",
+        "{{ 'x' | center(10**9) }}",
+        "{{ '%999999999d' | format(7) }}",
+        "{{ '{:>999999999}'.format('x') }}",
+        "{{ ([1] * 10**9) | length }}",
+        "{{ 'x'.ljust(10**10) }}",
+        "{{ lipsum(n=10**7) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}"
+        "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
+        "{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}",
+        "{{ ('(' * 90000) | tojson(indent=90000) | urlize | wordwrap(1) | replace('(', 'x' * 90000) }}",
+        "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    ],
+)
+def test_no_template_takes_more_than_it_may(sandbox: TemplateSandbox, template: str) -> None:
+    """It is refused within its limits, and the next one is served as if nothing had been."""
+    started = time.monotonic()
+    with pytest.raises((BadRequest, TokenizerError), match=r"memory|processor time|longer than|range|recursion|[Oo]ver"):
+        render(ChatTemplate(template, {}, sandbox), CHATS[0])
+    assert time.monotonic() - started < 10
+    assert render(ChatTemplate(CHATML, {}, sandbox), CHATS[0]).endswith("Hello<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_where_templates_are_found(tmp_path: Path) -> None:
+def test_the_event_loop_goes_on_while_a_template_runs(sandbox: TemplateSandbox) -> None:
+    template = ChatTemplate("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", {}, sandbox)
+
+    async def main() -> float:
+        rendering = asyncio.create_task(template.render(CHATS[0]))
+        longest, last = 0.0, time.monotonic()
+        while not rendering.done():
+            await asyncio.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        with pytest.raises(BadRequest, match="processor time"):
+            await rendering
+        return longest
+
+    assert asyncio.run(main()) < 0.2
+
+
+def test_a_process_that_was_killed_costs_nobody_his_prompt() -> None:
+    sandbox = TemplateSandbox()
+    template = ChatTemplate("{{ messages[0].content }}", {}, sandbox)
+    for _ in range(2):
+        assert render(template, CHATS[0]) == "Hello"
+        assert sandbox._process is not None
+        sandbox._process.kill()
+        sandbox._process.wait()
+    sandbox.close()
+    assert sandbox._process is None
+    assert render(template, CHATS[0]) == "Hello", "closed is not the end"
+    sandbox.close()
+
+
+def test_what_is_no_text_is_a_bad_request(sandbox: TemplateSandbox) -> None:
+    with pytest.raises(BadRequest, match="no text"):
+        render(ChatTemplate("{{ messages }}", {}, sandbox), [{"role": "user", "content": "\ud800"}])
+
+
+def test_the_worker_imports_nothing_heavy() -> None:
+    """It starts again in the middle of a request."""
+    code = "import sys, graftwork_platform.text.template_worker as w; sys.exit(any(n in sys.modules for n in sys.argv[1:]))"
+    assert subprocess.run([sys.executable, "-c", code, "fastapi", "tokenizers", "zmq"], check=False).returncode == 0
+
+
+def test_clock_is_injected(sandbox: TemplateSandbox) -> None:
+    now = datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC)
+    assert render(ChatTemplate("{{ strftime_now('%d %B %Y') }}", {}, sandbox, now=lambda: now), []) == "01 March 2026"
+
+
+def test_where_templates_are_found(sandbox: TemplateSandbox, tmp_path: Path) -> None:
     def rendered() -> str:
-        template = ChatTemplate.from_dir(tmp_path, SPECIALS)
-        return "" if template is None else template.render([])
+        template = ChatTemplate.from_dir(tmp_path, SPECIALS, sandbox)
+        return "" if template is None else render(template, [])
 
     config = tmp_path / "tokenizer_config.json"
     assert rendered() == ""
@@ -101,9 +210,9 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert rendered() == "three <s>"
 
 
-def test_unusable_templates_are_refused(tmp_path: Path) -> None:
+def test_unusable_templates_are_refused(sandbox: TemplateSandbox, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "tool_use", "template": "t"}]}))
     with pytest.raises(TokenizerError, match="none named default"):
-        ChatTemplate.from_dir(tmp_path, {})
+        ChatTemplate.from_dir(tmp_path, {}, sandbox)
     with pytest.raises(TokenizerError, match="line 2"):
-        ChatTemplate("\n{% if %}", {})
+        ChatTemplate("\n{% if %}", {}, sandbox)

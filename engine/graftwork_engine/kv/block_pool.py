@@ -8,12 +8,14 @@ A block is in one of three states:
 
     free ──take──▶ used ──give_back──▶ cached ──share──▶ used
       ▲              │                   │
-      └──────────────┘ (it had no key)   └──take──▶ used, without its key
+      └──────────────┘ (it had no key)   ├──take──▶ used, without its key
+      ▲                                  │
+      └──────────────withdraw────────────┘
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from graftwork_engine.kv.hashing import BlockKey
@@ -98,6 +100,17 @@ class BlockPool:
             self._key[block] = key
             self._block_of[key] = block
 
+    def withdraw(self, keys: Iterable[BlockKey]) -> None:
+        """Undo `register`: these keys lead nowhere from now on. Who holds their blocks keeps them."""
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                continue
+            self._forget_key(block)
+            if self._references[block] == 0:
+                del self._cached[block]
+                self._free.append(block)
+
     def give_back(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each. Of a sequence's blocks the last become the least recently used: a prefix serves more."""
         for block in reversed(blocks):
@@ -112,23 +125,48 @@ class BlockPool:
 
     def discrepancies(self, held: Iterable[Sequence[int]]) -> list[str]:
         """What is wrong with the books, given the blocks of every holder; empty when all is well."""
-        references = Counter(block for blocks in held for block in blocks)
-        found = [
-            f"block {block} has {count} references and {references[block]} holders"
-            for block, count in enumerate(self._references)
-            if count != references[block]
+        due = [0] * self.num_blocks
+        for blocks in held:
+            for block in blocks:
+                due[block] += 1
+        found = []
+        if due != self._references:
+            found += [
+                f"block {block} has {count} references and {holders} holders"
+                for block, (count, holders) in enumerate(zip(self._references, due, strict=True))
+                if count != holders
+            ]
+        found += [
+            f"a key leads to block {block}, which does not have it"
+            for key, block in self._block_of.items()
+            if self._key[block] != key
         ]
-        for block, key in enumerate(self._key):
-            if key is not None and self._block_of.get(key) != block:
-                found.append(f"block {block} has a key that does not lead to it")
-        if len(self._block_of) != sum(key is not None for key in self._key):
-            found.append("a key leads to a block that does not have it")
-        free = {block for block, count in enumerate(self._references) if count == 0 and self._key[block] is None}
-        if len(self._free) != len(free) or set(self._free) != free:
-            found.append("the free list is not the blocks without references and keys")
-        cached = {block for block, count in enumerate(self._references) if count == 0 and self._key[block] is not None}
-        if set(self._cached) != cached:
-            found.append("the cached list is not the blocks with a key and no references")
+        if len(self._block_of) != self.num_blocks - self._key.count(None):
+            led_to = set(self._block_of.values())
+            found += [
+                f"block {block} has a key that does not lead to it"
+                for block, key in enumerate(self._key)
+                if key is not None and block not in led_to
+            ]
+        found += [
+            f"block {block} is listed as free and has references or a key"
+            for block in self._free
+            if self._references[block] or self._key[block] is not None
+        ]
+        found += [
+            f"block {block} is listed as cached and has references or no key"
+            for block in self._cached
+            if self._references[block] or self._key[block] is None
+        ]
+        listed = set(self._free).union(self._cached)
+        if len(listed) != self.num_available:
+            found.append(f"{self.num_available - len(listed)} blocks are listed as free more than once")
+        if len(listed) != self._references.count(0):
+            found += [
+                f"block {block} has no references and is listed neither as free nor as cached"
+                for block, count in enumerate(self._references)
+                if not count and block not in listed
+            ]
         return found
 
     def _forget_key(self, block: int) -> None:

@@ -79,6 +79,10 @@ class KVCacheManager:
         for block, key in zip(request.block_ids[first:last], self._keys(request, last)[first:last], strict=True):
             self._pool.register(block, key)
 
+    def withdraw(self, request: Request) -> None:
+        """Let nobody find what this request computed or shared, in this run of it or an earlier one."""
+        self._pool.withdraw(request.block_keys)
+
     def free(self, request: Request) -> None:
         """Give back all blocks of a request. Their registered contents stay findable until the blocks are needed."""
         self._pool.give_back(request.block_ids)

@@ -64,7 +64,7 @@ class AdapterRefs:
         return request.adapter_key is not None and self._gate.needs_room(request.adapter_key)
 
     def discrepancies(self, requests: Iterable[Request]) -> list[str]:
-        """What is wrong with the books, given all unfinished requests; empty when all is well."""
+        """What is wrong with these books and with the gate's, given all unfinished requests; empty when all is well."""
         host: Counter[str] = Counter()
         device: Counter[str] = Counter()
         for request in requests:
@@ -77,7 +77,7 @@ class AdapterRefs:
                 for key in sorted(booked.keys() | due.keys())
                 if booked[key] != due[key]
             ]
-        return found
+        return found + self._gate.discrepancies(host, device)
 
     def _drop(self, key: str) -> None:
         self._gate.drop(key)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from graftwork_adapters.load_failure import LoadFailure
-from graftwork_engine.messages import TokenLogprob
+from graftwork_engine.messages import EngineError, TokenLogprob
 from graftwork_engine.request import Request, RequestId
 
 BASE = -1
@@ -52,11 +53,13 @@ class RequestResult:
 
     ``token_id`` is None unless the request samples. ``prompt_logprobs`` holds one entry for each prompt token *following* a
     token of the range (so a range that starts at 0 begins with the logprob of prompt token 1), if the request asked for them.
+    ``failure`` says why there is nothing of all this; only this request ends with it.
     """
 
     token_id: int | None = None
     logprob: TokenLogprob | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    failure: EngineError | None = None
 
 
 class Runner(Protocol):
@@ -114,4 +117,11 @@ class AdapterGate(Protocol):
 
     def poll(self) -> bool:
         """Take in what background loads have finished since the last call; true if anything changed. Once per step."""
+        ...
+
+    def discrepancies(self, holds: Mapping[str, int], references: Mapping[str, int]) -> list[str]:
+        """Recount everything below the gate, given the host and device references by key; what is off, empty when all is well.
+
+        The one call that may take long and touch the disk; never made in a step.
+        """
         ...

@@ -21,6 +21,7 @@ from graftwork_engine.kv.manager import KVCacheManager
 from graftwork_engine.messages import EngineError, OutItem
 from graftwork_engine.request import FinishReason, Request, RequestId, RequestStatus
 from graftwork_engine.sched.adapter_refs import AdapterRefs
+from graftwork_engine.sched.admission import check_request
 from graftwork_engine.sched.fair_queue import FairQueue
 from graftwork_engine.sched.plan import AdapterGate, RequestResult, ScheduledRequest, StepPlan
 
@@ -84,7 +85,9 @@ class Scheduler:
 
         One that was resumed after its last token ends at once, with the next `update`.
         """
-        self._check(request)
+        if request.request_id in self._requests:
+            raise RequestRejected(ErrorCode.BAD_REQUEST, f"a request with the id {request.request_id} is running")
+        check_request(request, self._limits.vocab_size, self._limits.max_model_len, self.max_request_tokens)
         reason = _finish_reason(request)
         if reason is not None:
             request.move_to(RequestStatus.FINISHED)
@@ -121,6 +124,9 @@ class Scheduler:
             request = scheduled.request
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted while the step ran
+            if result.failure is not None:
+                items.append(self._fail_in_step(request, result.failure))
+                continue
             end = scheduled.start + scheduled.num_tokens
             request.num_computed_tokens = end
             self._kv.register(request, scheduled.start, end)
@@ -304,10 +310,18 @@ class Scheduler:
                 made = f"{request.num_output_tokens} of at most {request.sampling.max_tokens} tokens"
                 self._fail(request, ErrorCode.TIMEOUT, f"the time limit passed after {seconds:.1f} s; it was {status}, with {made}")
 
+    def _fail_in_step(self, request: Request, failure: EngineError) -> OutItem:
+        """The runner could make nothing of it. What gave NaN must not be found by the next request with this prompt."""
+        if failure.code == ErrorCode.NON_FINITE:
+            self._kv.withdraw(request)
+        return self._end_with(request, failure)
+
     def _fail(self, request: Request, code: str, message: str) -> None:
-        finish, error = FinishReason.ERROR.value, EngineError(str(code), message)
-        self._ended.append(OutItem(request.request_id, request.num_output_tokens, finish=finish, error=error))
+        self._ended.append(self._end_with(request, EngineError(str(code), message)))
+
+    def _end_with(self, request: Request, error: EngineError) -> OutItem:
         self._end(request)
+        return OutItem(request.request_id, request.num_output_tokens, finish=FinishReason.ERROR.value, error=error)
 
     def _end(self, request: Request) -> None:
         """The one way out: whatever the request holds is given back."""
@@ -320,26 +334,6 @@ class Scheduler:
         request.move_to(RequestStatus.FINISHED)
         del self._requests[request.request_id]
         self._needed_room_since.pop(request.request_id, None)
-
-    def _check(self, request: Request) -> None:
-        num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
-        if request.request_id in self._requests:
-            raise RequestRejected(ErrorCode.BAD_REQUEST, f"a request with the id {request.request_id} is running")
-        if not num_prompt:
-            raise RequestRejected(ErrorCode.BAD_REQUEST, "the prompt is empty: send at least one token")
-        if max_tokens < 0:
-            raise RequestRejected(ErrorCode.BAD_REQUEST, f"max_tokens is {max_tokens}: it must not be negative")
-        for token_id in (*request.prompt_ids, *request.output_ids):
-            if not 0 <= token_id < self._limits.vocab_size:
-                raise RequestRejected(ErrorCode.BAD_REQUEST, f"token id {token_id} is not in 0..{self._limits.vocab_size - 1}")
-        asked = num_prompt + max(max_tokens, request.num_output_tokens)
-        if asked > self.max_request_tokens:
-            limit = "the model's context" if self.max_request_tokens == self._limits.max_model_len else "KV memory"
-            raise RequestRejected(
-                ErrorCode.CONTEXT_LENGTH,
-                f"{asked} tokens were asked for ({num_prompt} of the prompt, {asked - num_prompt} of output), "
-                f"but {limit} holds {self.max_request_tokens}: shorten the prompt or lower max_tokens",
-            )
 
 
 def _finish_reason(request: Request) -> FinishReason | None:

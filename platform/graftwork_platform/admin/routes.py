@@ -64,7 +64,7 @@ def _guarded_by(keyring: KeyRing) -> type[APIRoute]:
             handle = super().get_route_handler()
 
             async def authenticate_then_handle(request: Request) -> Response:
-                keyring.authenticate_admin(request.headers.get("authorization"))
+                await keyring.admit_admin(request.headers.get("authorization"))
                 return await handle(request)
 
             return authenticate_then_handle

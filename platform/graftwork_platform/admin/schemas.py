@@ -11,7 +11,7 @@ from graftwork_platform.catalog.catalog import AdapterSummary
 from graftwork_platform.catalog.names import show_version
 from graftwork_platform.ids import show
 from graftwork_platform.keys.text import redact
-from graftwork_platform.models import AdapterVersion, ApiKey, Tenant, Usage
+from graftwork_platform.models import AdapterVersion, ApiKey, Tenant, Usage, VersionState
 from graftwork_platform.paging import Page
 from graftwork_platform.publishing.uploads import UploadView
 
@@ -190,9 +190,9 @@ def version_out(row: AdapterVersion) -> VersionOut:
         id=show("av", row.id),
         created=row.created_at // 1000,
         version=show_version(row.number),
-        digest=row.digest,
+        digest=row.digest if row.number is not None else None,
         state=row.state,
-        report=row.report,
+        report=row.report if row.state != VersionState.VALIDATING else [],
     )
 
 

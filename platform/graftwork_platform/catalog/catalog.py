@@ -11,7 +11,7 @@ from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
 from graftwork_adapters.keys import AdapterDigest
-from graftwork_platform.catalog.names import DEFAULT, ModelName, parse_model_name, parse_version
+from graftwork_platform.catalog.names import DEFAULT, ModelName, is_adapter_name, parse_model_name, parse_version
 from graftwork_platform.db import Database
 from graftwork_platform.errors import ModelNotFound, NotFound
 from graftwork_platform.ids import parse
@@ -112,7 +112,7 @@ class Catalog:
         """Stop serving an adapter and all its versions; its name stays the tenant's own. Raises `NotFound`."""
 
         def work(session: Session) -> Adapter:
-            adapter = live_adapter(session, tenant_id, name)
+            adapter = live_adapter(session, tenant_id, name, lock=True)  # a version that becomes ready is ready before or never
             adapter.deleted_at = int(self._now() * 1000)
             session.execute(
                 update(AdapterVersion)
@@ -147,10 +147,11 @@ class Catalog:
         return await self._database.run_read(work)
 
 
-def live_adapter(session: Session, tenant_id: UUID, name: str) -> Adapter:
-    """The tenant's adapter of that name; raises `NotFound` if there is none or it is deleted."""
+def live_adapter(session: Session, tenant_id: UUID, name: str, *, lock: bool = False) -> Adapter:
+    """The tenant's adapter of that name, locked if it is to be changed; raises `NotFound` if there is none or it is deleted."""
     query = select(Adapter).where(Adapter.tenant_id == tenant_id, Adapter.name == name, Adapter.deleted_at.is_(None))
-    adapter = session.scalar(query)
+    # Text that no adapter can be called is not asked for: databases refuse a NUL.
+    adapter = session.scalar(query.with_for_update() if lock else query) if is_adapter_name(name) else None
     if adapter is None:
         raise NotFound(f"No adapter `{name}` in this tenant.", code="adapter_not_found")
     return adapter

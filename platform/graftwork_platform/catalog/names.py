@@ -29,6 +29,11 @@ def check_adapter_name(name: str, base_name: str) -> None:
         raise BadRequest(f"`{name}` is reserved; choose another name.", param="name", code="reserved_name")
 
 
+def is_adapter_name(text: str) -> bool:
+    """True if an adapter could be called so."""
+    return _NAME.fullmatch(text) is not None
+
+
 def check_tenant_name(name: str) -> None:
     """Raises `BadRequest` for a name that no tenant may have."""
     _check(name, "A tenant's name")

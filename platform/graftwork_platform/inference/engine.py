@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from graftwork_engine.client import GenerationRequest
 from graftwork_engine.messages import OutItem, Ready
+from graftwork_engine.streams import GenerationRequest
+
+
+class Streams(Protocol):
+    """Requests that are read as one stream: the items of all, each request's in order, until none is left.
+
+    A request's last item has ``finish``. Reading raises `RequestRejected` or `RequestFailed` for a request that ends so; a restart
+    of the engine is a pause.
+    """
+
+    def __aiter__(self) -> AsyncIterator[OutItem]:
+        """Itself."""
+        ...
+
+    async def __anext__(self) -> OutItem:
+        """The next item of any request."""
+        ...
+
+    async def add(self, request: GenerationRequest) -> None:
+        """Start a request."""
+        ...
+
+    async def stop(self, request_id: str, output_index: int) -> None:
+        """End one, of which no token from ``output_index`` on is wanted and no item follows."""
+        ...
 
 
 class Engine(AbstractAsyncContextManager["Engine"], Protocol):
@@ -28,9 +52,6 @@ class Engine(AbstractAsyncContextManager["Engine"], Protocol):
         """The engine's last reading of itself; names of counters end in ``_total``."""
         ...
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[OutItem, None]:
-        """A request's output as it is made; the last item has ``finish``. Closing the generator aborts the request.
-
-        Raises `RequestRejected`, `RequestFailed` or `EngineUnavailable`. A restart of the engine is a pause.
-        """
+    def streams(self) -> AbstractAsyncContextManager[Streams]:
+        """A group of requests; those unfinished at the end of its context are aborted. Entering raises `EngineUnavailable`."""
         ...

@@ -4,52 +4,74 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from graftwork_adapters.errors import AdapterError
 from graftwork_adapters.keys import AdapterDigest
-from graftwork_engine.client import GenerationRequest
 from graftwork_engine.errors import EngineUnavailable, ErrorCode, GraftworkEngineError, RequestFailed
-from graftwork_engine.messages import OutItem
 from graftwork_engine.request import FinishReason
-from graftwork_platform.errors import PlatformError
+from graftwork_engine.streams import GenerationRequest
+from graftwork_platform.errors import PlatformError, ServiceUnavailable
 from graftwork_platform.ids import show
 from graftwork_platform.inference.admission import Admitted
+from graftwork_platform.inference.choices import Choices
 from graftwork_platform.inference.engine import Engine
 from graftwork_platform.inference.failures import as_platform_error, never_ran
+from graftwork_platform.inference.output import Delta
 from graftwork_platform.inference.watchdog import Watchdog
 from graftwork_platform.models import UsageStatus
+from graftwork_platform.text.tokenizer import Tokenizer
 from graftwork_platform.usage import UsageNotRecorded, UsageRow
 
 _log = logging.getLogger(__name__)
 
+_LEDGER_RETRY_AFTER = 2  # seconds; a full disk is repaired by somebody, a slow one by itself
 
-class UsageRecorder(Protocol):
-    """Where usage rows go."""
 
-    async def record(self, row: UsageRow) -> None:
-        """Returns when ``row`` is durable; raises `UsageNotRecorded`. Once awaited, the row is written even if the caller is
-        cancelled.
-        """
+class Entry(Protocol):
+    """What is kept of one running request's usage."""
+
+    def count(self, engine_id: str, output_tokens: int, cached_tokens: int) -> None:
+        """Totals so far of one of the engine requests it consists of, as billed."""
+        ...
+
+    async def close(self, row: UsageRow) -> None:
+        """Returns when ``row``, the final one, is durable; carried through even if cancelled. Raises `UsageNotRecorded`."""
+        ...
+
+
+class Ledger(Protocol):
+    """Where usage is kept."""
+
+    def open(self, row: UsageRow, engine_ids: Sequence[str]) -> Entry:
+        """Note a request that is about to run, as these engine requests. Raises `UsageNotRecorded`."""
         ...
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a request has used so far."""
+    """What a request has used so far, all its choices together."""
 
     prompt_tokens: int
-    cached_tokens: int = 0
     output_tokens: int = 0
     status: UsageStatus = UsageStatus.ABORTED  # until it ends in another way, it ends by its client's leaving
+    cached: dict[int, int] = field(default_factory=dict)  # of each prompt
 
-    def add(self, item: OutItem) -> None:
-        """Count the next item."""
-        self.output_tokens += len(item.token_ids)
-        self.cached_tokens = max(self.cached_tokens, item.cached_tokens)
+    @property
+    def cached_tokens(self) -> int:
+        """How much of the prompts was found computed, each counted once."""
+        return min(sum(self.cached.values()), self.prompt_tokens)
+
+    def note_cached(self, admitted: Admitted, index: int, cached_tokens: int) -> int:
+        """Take in what choice ``index`` found computed; its total, which is 0 where it found what another choice computed."""
+        prompt, choice = divmod(index, admitted.n)
+        if choice != 0:
+            return 0
+        self.cached[prompt] = max(self.cached.get(prompt, 0), cached_tokens)
+        return self.cached[prompt]
 
 
 class Generator:
@@ -58,8 +80,9 @@ class Generator:
     def __init__(
         self,
         engine: Engine,
-        usage: UsageRecorder,
+        ledger: Ledger,
         ensure_packed: Callable[[AdapterDigest], Awaitable[None]],
+        tokenizer: Tokenizer,
         *,
         timeout: float,
         observe: Callable[[UsageRow], None],
@@ -67,34 +90,35 @@ class Generator:
         now: Callable[[], float] = time.time,
     ) -> None:
         """``timeout``: seconds from a request's arrival to its last token; ``grace``: how much longer an engine is waited for that
-        does not keep it. ``observe`` is told of each row as it is handed over.
+        does not keep it. ``observe`` is told of each final row as it is handed over.
         """
         self._engine = engine
-        self._usage = usage
+        self._ledger = ledger
         self._ensure_packed = ensure_packed
+        self._tokenizer = tokenizer
         self._timeout = timeout
         self._observe = observe
         self._grace = grace
         self._now = now
 
-    async def run(self, admitted: Admitted, tally: Tally) -> AsyncGenerator[OutItem, None]:
-        """The request's output, counted in ``tally``. The last item comes once its usage is durable; closing early aborts.
+    async def run(self, admitted: Admitted, tally: Tally) -> AsyncGenerator[Delta, None]:
+        """The output of all choices, counted in ``tally``. The last delta comes once its usage is durable; closing early aborts.
 
-        Raises `PlatformError`, also after usage is durable.
+        Raises `PlatformError`, also after usage is durable. If one choice fails, the request does.
         """
+        entry = self._open(admitted, tally)
+        num_unfinished = admitted.num_choices
         recorded = False
         try:
             with self._watchdog(admitted) as watchdog:
-                async with aclosing(self._items(admitted)) as items:
-                    while (item := await watchdog.next_of(items)) is not None:
-                        tally.add(item)
-                        if item.finish == FinishReason.ABORT.value:
-                            raise EngineUnavailable("it stopped this request")
-                        if item.finish is not None:
+                async with aclosing(self._deltas(admitted, tally, entry)) as deltas:
+                    while (delta := await watchdog.next_of(deltas)) is not None:
+                        num_unfinished -= delta.finish is not None
+                        if num_unfinished == 0:
                             tally.status = UsageStatus.COMPLETED
                             recorded = True
-                            await self._record(admitted, tally)
-                        yield item
+                            await self._close(entry, admitted, tally)
+                        yield delta
             if not recorded:
                 raise EngineUnavailable("its output ended without a finish")
         except (GraftworkEngineError, AdapterError, TimeoutError) as failure:
@@ -110,32 +134,54 @@ class Generator:
             raise
         finally:
             if not recorded:
-                with suppress(UsageNotRecorded):  # the writer has logged it; the request's own end is what the client hears of
-                    await self._usage.record(self._final_row(admitted, tally))
+                with suppress(UsageNotRecorded):  # the ledger has logged it; the request's own end is what the client hears of
+                    await entry.close(self._final_row(admitted, tally))
 
-    async def _items(self, admitted: Admitted) -> AsyncGenerator[OutItem, None]:
-        """The engine's items. A missing packed form is rebuilt once, as long as nothing has been sent."""
+    async def _deltas(self, admitted: Admitted, tally: Tally, entry: Entry) -> AsyncGenerator[Delta, None]:
+        """The output. A missing packed form is rebuilt once, as long as nothing has been sent."""
         started = False
         try:
-            async with aclosing(self._engine.generate(self._request(admitted))) as items:
-                async for item in items:
+            async with aclosing(self._attempt(admitted, tally, entry)) as deltas:
+                async for delta in deltas:
                     started = True
-                    yield item
+                    yield delta
             return
         except RequestFailed as failure:
             if started or failure.code != ErrorCode.ADAPTER_MISSING or admitted.model.digest is None:
                 raise
         await self._ensure_packed(admitted.model.digest)
-        async with aclosing(self._engine.generate(self._request(admitted))) as items:
-            async for item in items:
-                yield item
+        async with aclosing(self._attempt(admitted, tally, entry)) as deltas:
+            async for delta in deltas:
+                yield delta
 
-    def _request(self, admitted: Admitted) -> GenerationRequest:
+    async def _attempt(self, admitted: Admitted, tally: Tally, entry: Entry) -> AsyncGenerator[Delta, None]:
+        """The output of one run. Of each prompt one choice starts at once, and the others when its first item is there: they find
+        the prompt computed.
+        """
+        choices = Choices(admitted, self._tokenizer)
+        async with self._engine.streams() as streams:
+            for index in choices.leaders():
+                await streams.add(self._request(admitted, index))
+            async for item in streams:
+                if item.finish == FinishReason.ABORT.value:
+                    raise EngineUnavailable("it stopped this request")
+                delta = choices.take(item)
+                num_tokens = choices.num_tokens(delta.index)
+                tally.output_tokens += len(delta.token_ids)
+                entry.count(item.request_id, num_tokens, tally.note_cached(admitted, delta.index, item.cached_tokens))
+                if delta.finish is not None and item.finish is None:
+                    await streams.stop(item.request_id, num_tokens)
+                if delta.is_first:
+                    for index in choices.followers(delta.index):
+                        await streams.add(self._request(admitted, index))
+                yield delta
+
+    def _request(self, admitted: Admitted, index: int) -> GenerationRequest:
         caller = admitted.origin.caller
         return GenerationRequest(
-            request_id=show("req", admitted.origin.request_id),
-            prompt_ids=admitted.prompt_ids,
-            sampling=admitted.sampling,
+            request_id=admitted.engine_id(index),
+            prompt_ids=admitted.prompt_of(index).ids,
+            sampling=admitted.sampling_of(index),
             cache_salt=caller.cache_salt,
             flow=show("tn", caller.tenant_id),
             adapter_key=admitted.adapter_key,
@@ -149,26 +195,41 @@ class Generator:
     def _time_left(self, admitted: Admitted) -> float:
         return max(0.0, admitted.origin.arrived + self._timeout - self._now())
 
-    async def _record(self, admitted: Admitted, tally: Tally) -> None:
+    def _open(self, admitted: Admitted, tally: Tally) -> Entry:
+        engine_ids = [admitted.engine_id(index) for index in range(admitted.num_choices)]
         try:
-            await self._usage.record(self._final_row(admitted, tally))
+            return self._ledger.open(_row(admitted, tally), engine_ids)
+        except UsageNotRecorded as error:
+            raise ServiceUnavailable(
+                "The server cannot account for requests at the moment.",
+                code="usage_not_recordable",
+                retry_after=_LEDGER_RETRY_AFTER,
+            ) from error
+
+    async def _close(self, entry: Entry, admitted: Admitted, tally: Tally) -> None:
+        try:
+            await entry.close(self._final_row(admitted, tally))
         except UsageNotRecorded as error:
             raise PlatformError("The server could not account for the request.", status=500, code="usage_not_recorded") from error
 
     def _final_row(self, admitted: Admitted, tally: Tally) -> UsageRow:
-        origin = admitted.origin
-        row = UsageRow(
-            request_id=origin.request_id,
-            client_request_id=origin.client_request_id,
-            tenant_id=origin.caller.tenant_id,
-            key_id=origin.caller.key_id,
-            model=admitted.model.public_name,
-            version_id=admitted.model.version_id,
-            prompt_tokens=tally.prompt_tokens,
-            cached_tokens=min(tally.cached_tokens, tally.prompt_tokens),
-            output_tokens=tally.output_tokens,
-            status=tally.status,
-            created_at=int(origin.arrived * 1000),
-        )
+        row = _row(admitted, tally)
         self._observe(row)
         return row
+
+
+def _row(admitted: Admitted, tally: Tally) -> UsageRow:
+    origin = admitted.origin
+    return UsageRow(
+        request_id=origin.request_id,
+        client_request_id=origin.client_request_id,
+        tenant_id=origin.caller.tenant_id,
+        key_id=origin.caller.key_id,
+        model=admitted.model.public_name,
+        version_id=admitted.model.version_id,
+        prompt_tokens=tally.prompt_tokens,
+        cached_tokens=tally.cached_tokens,
+        output_tokens=tally.output_tokens,
+        status=tally.status,
+        created_at=int(origin.arrived * 1000),
+    )

@@ -53,11 +53,14 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Four lists of one entry per token; ``text_offset`` counts characters from the start of the output."""
+    """Four lists of one entry per token; ``text_offset`` counts characters from the start of the output.
+
+    Nothing comes before the first token of a prompt that is repeated, so it has no log-probabilities.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -70,12 +73,12 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """The one choice of a chat completion."""
+    """One choice of a chat completion."""
 
     message: ChatMessage
     finish_reason: FinishReason
+    index: int
     logprobs: ChatLogprobs | None = None
-    index: int = 0
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -99,12 +102,12 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """The one choice of a chunk."""
+    """What a chunk adds to one choice."""
 
     delta: ChatDelta
+    index: int
     finish_reason: FinishReason | None = None
     logprobs: ChatLogprobs | None = None
-    index: int = 0
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -121,12 +124,12 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """The one choice of a text completion, or what a chunk adds to it."""
+    """One choice of a text completion, or what a chunk adds to it."""
 
     text: str
+    index: int
     finish_reason: FinishReason | None = None
     logprobs: CompletionLogprobs | None = None
-    index: int = 0
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -158,3 +161,18 @@ class ModelList(msgspec.Struct, frozen=True):
 
     data: list[Model]
     object: Literal["list"] = "list"
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Answer of ``POST /tokenize``."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(msgspec.Struct, frozen=True):
+    """Answer of ``POST /detokenize``."""
+
+    prompt: str

@@ -1,4 +1,4 @@
-"""The routes below ``/v1``: who calls, what is asked, and how the answer is sent. Knows no SQL."""
+"""The routes of inference: who calls, what is asked, and how the answer is sent. Knows no SQL."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from graftwork_platform.inference.admission import Admission, Admitted, Origin
 from graftwork_platform.inference.body import parse_body, read_body
 from graftwork_platform.inference.engine import Engine
 from graftwork_platform.inference.generation import Generator, Tally
-from graftwork_platform.inference.output import OutputText, join
-from graftwork_platform.inference.responses import Model, ModelList, PromptTokensDetails, Usage
-from graftwork_platform.inference.schemas import GenerationFields, parse_chat, parse_completion
+from graftwork_platform.inference.output import Delta, join
+from graftwork_platform.inference.responses import Model, ModelList, PromptTokensDetails, Text, Tokens, Usage
+from graftwork_platform.inference.schemas import GenerationFields, parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from graftwork_platform.inference.sse import DONE, ClientGone, EventStream, event, until_disconnect
 from graftwork_platform.inference.wire import ChatWire, CompletionWire, Heading, Wire
 from graftwork_platform.keys.ring import Caller, KeyRing
@@ -39,17 +39,18 @@ class Inference:
     generator: Generator
     engine: Engine
     tokenizer: Tokenizer
+    keep_alive: float = 15.0  # seconds of silence after which a stream says that it is alive
     max_body_bytes: int = MAX_BODY_BYTES
 
 
 def inference_router(inference: Inference) -> APIRouter:
-    """OpenAI's endpoints. Each authenticates from the headers before the body is read."""
-    router = APIRouter(prefix="/v1")
+    """OpenAI's endpoints, and vLLM's for tokens. Each authenticates from the headers before the body is read."""
+    router = APIRouter()
 
     async def caller_of(request: Request) -> Caller:
-        return inference.keyring.authenticate(request.headers.get("authorization"))
+        return await inference.keyring.admit(request.headers.get("authorization"))
 
-    @router.post("/chat/completions")
+    @router.post("/v1/chat/completions")
     async def create_chat_completion(request: Request, caller: Caller = Depends(caller_of)) -> Response:
         origin = _origin(request, caller)
         chat = await parse_body(parse_chat, await read_body(request, inference.max_body_bytes))
@@ -57,7 +58,7 @@ def inference_router(inference: Inference) -> APIRouter:
         wire = ChatWire(_heading("chatcmpl", chat, admitted), inference.tokenizer)
         return await _respond(inference, request, admitted, wire, stream=chat.stream)
 
-    @router.post("/completions")
+    @router.post("/v1/completions")
     async def create_completion(request: Request, caller: Caller = Depends(caller_of)) -> Response:
         origin = _origin(request, caller)
         completion = await parse_body(parse_completion, await read_body(request, inference.max_body_bytes))
@@ -65,12 +66,26 @@ def inference_router(inference: Inference) -> APIRouter:
         wire = CompletionWire(_heading("cmpl", completion, admitted), inference.tokenizer)
         return await _respond(inference, request, admitted, wire, stream=completion.stream)
 
-    @router.get("/models")
+    @router.post("/tokenize")
+    @router.post("/v1/tokenize")
+    async def tokenize(request: Request, caller: Caller = Depends(caller_of)) -> Response:
+        asked = await parse_body(parse_tokenize, await read_body(request, inference.max_body_bytes))
+        ids = await inference.admission.tokenize(asked, _origin(request, caller))
+        words = [inference.tokenizer.token_text(token_id) for token_id in ids] if asked.return_token_strs else None
+        return _json(Tokens(len(ids), _max_model_len(inference), ids, words))
+
+    @router.post("/detokenize")
+    @router.post("/v1/detokenize")
+    async def detokenize(request: Request, caller: Caller = Depends(caller_of)) -> Response:
+        asked = await parse_body(parse_detokenize, await read_body(request, inference.max_body_bytes))
+        return _json(Text(await inference.admission.detokenize(asked, _origin(request, caller))))
+
+    @router.get("/v1/models")
     async def list_models(caller: Caller = Depends(caller_of)) -> Response:
         listed = await inference.catalog.list_models(caller.tenant_id)
         return _json(ModelList([_model(inference, line) for line in listed]))
 
-    @router.get("/models/{model:path}")
+    @router.get("/v1/models/{model:path}")
     async def get_model(model: str, caller: Caller = Depends(caller_of)) -> Response:
         resolved = await inference.catalog.resolve(caller.tenant_id, model, caller.default_adapter_id)
         listed = await inference.catalog.list_models(caller.tenant_id)
@@ -83,7 +98,7 @@ def inference_router(inference: Inference) -> APIRouter:
 
 async def _respond(inference: Inference, request: Request, admitted: Admitted, wire: Wire, *, stream: bool) -> Response:
     if stream:
-        return EventStream(_frames(inference, admitted, wire))
+        return EventStream(_frames(inference, admitted, wire), keep_alive=inference.keep_alive)
     try:
         return _json(await until_disconnect(request.receive, _whole(inference, admitted, wire)))
     except ClientGone:
@@ -91,25 +106,22 @@ async def _respond(inference: Inference, request: Request, admitted: Admitted, w
 
 
 async def _frames(inference: Inference, admitted: Admitted, wire: Wire) -> AsyncGenerator[bytes, None]:
-    """Frames of a stream, several of one item at once. By the last item's, usage is durable."""
-    tally = Tally(len(admitted.prompt_ids))
-    output = OutputText(inference.tokenizer)
-    opening = [event(chunk) for chunk in wire.opening()]
-    async with aclosing(inference.generator.run(admitted, tally)) as items:
-        async for item in items:
-            frames = opening + [event(chunk) for chunk in wire.chunks(output.take(item))]
-            opening = []
-            if frames:
+    """Frames of a stream, several of one delta at once. By the last delta's, usage is durable."""
+    tally = Tally(admitted.num_prompt_tokens)
+    async with aclosing(inference.generator.run(admitted, tally)) as deltas:
+        async for delta in deltas:
+            if frames := [event(chunk) for chunk in wire.chunks(delta)]:
                 yield b"".join(frames)
     yield b"".join(event(chunk) for chunk in wire.closing(_usage(tally))) + DONE
 
 
 async def _whole(inference: Inference, admitted: Admitted, wire: Wire) -> msgspec.Struct:
-    tally = Tally(len(admitted.prompt_ids))
-    output = OutputText(inference.tokenizer)
-    async with aclosing(inference.generator.run(admitted, tally)) as items:
-        deltas = [output.take(item) async for item in items]
-    return wire.whole(join(deltas), _usage(tally))
+    tally = Tally(admitted.num_prompt_tokens)
+    outputs: list[list[Delta]] = [[] for _ in range(admitted.num_choices)]
+    async with aclosing(inference.generator.run(admitted, tally)) as deltas:
+        async for delta in deltas:
+            outputs[delta.index].append(delta)
+    return wire.whole([join(output) for output in outputs], _usage(tally))
 
 
 def _origin(request: Request, caller: Caller) -> Origin:
@@ -123,27 +135,31 @@ def _heading(kind: str, fields: GenerationFields, admitted: Admitted) -> Heading
         id=f"{kind}-{origin.request_id.hex}",
         created=int(origin.arrived),
         model=admitted.model.public_name,
-        prompt_ids=admitted.prompt_ids if fields.return_token_ids else None,
+        n=admitted.n,
+        prompt_ids=[prompt.ids for prompt in admitted.prompts] if fields.return_token_ids else None,
         usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
     )
 
 
 def _usage(tally: Tally) -> Usage:
     prompt, output = tally.prompt_tokens, tally.output_tokens
-    return Usage(prompt, output, prompt + output, PromptTokensDetails(min(tally.cached_tokens, prompt)))
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(tally.cached_tokens))
 
 
 def _model(inference: Inference, line: ListedModel) -> Model:
-    base = inference.catalog.base_name
     is_base = line.version is None
-    info = inference.engine.info
     return Model(
         id=line.name,
         created=line.created,
         owned_by="graftwork" if is_base else "tenant",
-        parent=None if is_base else base,
-        max_model_len=None if info is None else min(info.max_model_len, info.max_prompt_and_output),
+        parent=None if is_base else inference.catalog.base_name,
+        max_model_len=_max_model_len(inference),
     )
+
+
+def _max_model_len(inference: Inference) -> int | None:
+    info = inference.engine.info
+    return None if info is None else min(info.max_model_len, info.max_prompt_and_output)
 
 
 def _json(payload: msgspec.Struct) -> Response:

@@ -1,35 +1,43 @@
-"""What a client may ask for: the bodies of both inference endpoints, parsed and checked. Knows no models and no tokenizer."""
+"""What a client may ask for: the bodies of the inference endpoints, parsed and checked. Knows no models and no tokenizer."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from graftwork_platform.errors import BadRequest
+from graftwork_platform.inference.messages import parse_messages
+from graftwork_platform.inference.parsing import convert, parse_object
 from graftwork_platform.inference.unserved import (
     UNSERVED_CHAT,
     UNSERVED_COMPLETION,
-    UNSERVED_MESSAGE,
     UNSERVED_STREAM_OPTIONS,
+    UNSERVED_TOKENIZE,
     refuse_unserved,
 )
 from graftwork_platform.text.chat_template import Message
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_N = 128
+MAX_CHOICES = 1024
+"""Of one request: prompts times ``n``."""
+
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for text completions; a chat completion may go on to the end of the context."""
 
 _INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Templates know no ``developer``: OpenAI's newer name for the system role."""
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0)]
-_T = TypeVar("_T")
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -39,44 +47,83 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints share. None: not given."""
+    """What both endpoints share. None: not given.
+
+    ``stop`` is as `_parse_stop` returns it. ``repetition_penalty`` may be anything above zero elsewhere; beyond the bounds here
+    single-precision logits overflow or vanish.
+    """
 
     model: Annotated[str, msgspec.Meta(min_length=1)]
-    max_tokens: _Positive | None = None
+    max_tokens: _Count | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=-1)] = 0  # -1 and 0 switch it off
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0
+    logit_bias: dict[str, _Bias] = {}
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    min_tokens: _Count = 0
     ignore_eos: bool = False
     return_token_ids: bool = False
     user: str | None = None
+
+    @property
+    def bias_by_id(self) -> dict[int, float]:
+        """``logit_bias`` with its keys as token ids; those that ask for nothing are left out."""
+        return {int(key): value for key, value in self.logit_bias.items() if value != 0}
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """Body of ``POST /v1/chat/completions``; ``messages`` as `parse_messages` returns them."""
 
     messages: list[Message]
+    max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
-    """Body of ``POST /v1/completions``; ``prompt`` is one text, or the token ids of one prompt."""
+    """Body of ``POST /v1/completions``; ``max_tokens`` 0 needs ``echo``. ``prompts`` stands for ``prompt`` in all its forms."""
 
-    prompt: str | list[_TokenId]
+    prompts: tuple[str | list[int], ...] = ()
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool = False
+    best_of: int | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /tokenize``: either a ``prompt`` or ``messages``. ``add_special_tokens`` is true by default for a prompt."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /detokenize``."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    tokens: list[_TokenId]
 
 
 def parse_chat(body: bytes) -> ChatRequest:
     """A chat completion's body; raises `BadRequest` naming the field."""
-    fields = _parse_object(body)
+    fields = parse_object(body)
     refuse_unserved(fields, ChatRequest.__struct_fields__, UNSERVED_CHAT)
-    request = _convert(fields, ChatRequest)
+    fields["stop"] = _parse_stop(fields.get("stop"))
+    request = convert(fields, ChatRequest)
     _check_shared(fields, request)
     if request.top_logprobs and not request.logprobs:
         raise BadRequest("`top_logprobs` needs `logprobs: true`.", param="top_logprobs")
@@ -85,76 +132,82 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """A text completion's body; raises `BadRequest` naming the field."""
-    fields = _parse_object(body)
-    refuse_unserved(fields, CompletionRequest.__struct_fields__, UNSERVED_COMPLETION)
-    fields["prompt"] = _single_prompt(fields.get("prompt"))
-    request = _convert(fields, CompletionRequest)
+    fields = parse_object(body)
+    refuse_unserved(fields, _COMPLETION_FIELDS, UNSERVED_COMPLETION)
+    fields["stop"] = _parse_stop(fields.get("stop"))
+    prompts = _parse_prompts(fields.pop("prompt", None))
+    request = msgspec.structs.replace(convert(fields, CompletionRequest), prompts=prompts)
     _check_shared(fields, request)
+    if request.max_tokens == 0 and not request.echo:
+        raise BadRequest("`max_tokens` must be at least 1, or 0 with `echo: true`.", param="max_tokens")
+    if request.best_of not in (None, request.n):
+        raise BadRequest(
+            "`best_of` is not supported by this server (only the value of `n`).", param="best_of", code="unsupported_parameter"
+        )
+    if len(request.prompts) * request.n > MAX_CHOICES:
+        raise BadRequest(
+            f"`prompt`: {len(request.prompts)} prompts with `n` {request.n} are more than {MAX_CHOICES} choices.", param="prompt"
+        )
     return request
 
 
-def parse_messages(raw: list[Message]) -> list[Message]:
-    """Messages as a template takes them: a known role, ``content`` as one text, ``name`` if given. Raises `BadRequest`.
-
-    The texts of several content parts are joined by line breaks.
-    """
-    if not raw:
-        raise BadRequest("`messages` is empty; give at least one.", param="messages")
-    return [_parse_message(message, f"messages[{place}]") for place, message in enumerate(raw)]
-
-
-def _parse_message(raw: Message, where: str) -> Message:
-    role, content, name = raw.get("role"), raw.get("content"), raw.get("name")
-    if role in ("tool", "function"):
-        raise BadRequest(
-            f"`{where}.role`: tools are not supported by this server.", param=f"{where}.role", code="unsupported_parameter"
-        )
-    if not isinstance(role, str) or role not in _ROLES:
-        raise BadRequest(f"`{where}.role` must be one of {', '.join(_ROLES)}.", param=f"{where}.role")
-    refuse_unserved(raw, ("role", "content", "name"), UNSERVED_MESSAGE, within=f"{where}.")
-    parsed: Message = {"role": _ROLES[role], "content": _parse_content(content, f"{where}.content")}
-    if name is not None:
-        if not isinstance(name, str):
-            raise BadRequest(f"`{where}.name` must be a string.", param=f"{where}.name")
-        parsed["name"] = name
-    return parsed
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """A body of ``/tokenize``; raises `BadRequest` naming the field."""
+    fields = parse_object(body)
+    refuse_unserved(fields, TokenizeRequest.__struct_fields__, UNSERVED_TOKENIZE)
+    request = convert(fields, TokenizeRequest)
+    if (request.prompt is None) == (request.messages is None):
+        raise BadRequest("Give either `prompt` or `messages`.", param="prompt")
+    if request.messages is None:
+        return request
+    return msgspec.structs.replace(request, messages=parse_messages(request.messages))
 
 
-def _parse_content(content: object, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRequest(f"`{where}` must be a string or a list of text parts.", param=where)
-    return "\n".join(_parse_part(part, f"{where}[{place}]") for place, part in enumerate(content))
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    """A body of ``/detokenize``; raises `BadRequest` naming the field."""
+    fields = parse_object(body)
+    refuse_unserved(fields, DetokenizeRequest.__struct_fields__, {})
+    return convert(fields, DetokenizeRequest)
 
 
-def _parse_part(part: object, where: str) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise BadRequest(f"`{where}` must be an object with a `type`.", param=where)
-    if part["type"] != "text":
-        raise BadRequest(
-            f"`{where}.type`: content of type `{part['type']}` is not supported by this server (only `text`).",
-            param=f"{where}.type",
-            code="unsupported_parameter",
-        )
-    refuse_unserved(part, ("type", "text"), {}, within=f"{where}.")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise BadRequest(f"`{where}.text` must be a string.", param=f"{where}.text")
-    return text
+_COMPLETION_FIELDS = frozenset({"prompt", *CompletionRequest.__struct_fields__} - {"prompts"})
 
 
-def _single_prompt(prompt: object) -> object:
-    """The one prompt inside a list of one; several are refused."""
-    if not isinstance(prompt, list) or not any(isinstance(entry, (str, list)) for entry in prompt):
-        return prompt
-    if len(prompt) > 1:
-        raise BadRequest(
-            "`prompt`: several prompts in one request are not supported by this server; send one request for each.",
-            param="prompt",
-            code="unsupported_parameter",
-        )
-    return prompt[0]
+class _Texts(msgspec.Struct):
+    prompt: list[str]
+
+
+class _Ids(msgspec.Struct):
+    prompt: list[_TokenId]
+
+
+class _IdLists(msgspec.Struct):
+    prompt: list[list[_TokenId]]
+
+
+def _parse_prompts(prompt: object) -> tuple[str | list[int], ...]:
+    """Every prompt of a request; raises `BadRequest`."""
+    if prompt is None:
+        raise BadRequest("Missing required parameter: `prompt`.", param="prompt")
+    if isinstance(prompt, str):
+        return (prompt,)
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    if isinstance(first, str):
+        return tuple(convert({"prompt": prompt}, _Texts).prompt)
+    if isinstance(first, list):
+        return tuple(convert({"prompt": prompt}, _IdLists).prompt)
+    return (convert({"prompt": prompt}, _Ids).prompt,)
+
+
+def _parse_stop(stop: object) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
+        raise BadRequest("`stop` must be a string or a list of strings.", param="stop")
+    if len(stops) > MAX_STOPS:
+        raise BadRequest(f"`stop` may hold at most {MAX_STOPS} strings.", param="stop")
+    if not all(1 <= len(each) <= MAX_STOP_CHARS for each in stops):
+        raise BadRequest(f"`stop`: each string must have 1 to {MAX_STOP_CHARS} characters.", param="stop")
+    return tuple(dict.fromkeys(stops))
 
 
 def _check_shared(fields: Mapping[str, object], request: GenerationFields) -> None:
@@ -166,34 +219,8 @@ def _check_shared(fields: Mapping[str, object], request: GenerationFields) -> No
             raise BadRequest("`stream_options` needs `stream: true`.", param="stream_options")
     if request.seed is not None and not _INT64_MIN <= request.seed <= _UINT64_MAX:
         raise BadRequest("`seed` must fit 64 bits, signed or unsigned.", param="seed")
-
-
-def _parse_object(body: bytes) -> dict[str, object]:
-    """The body's fields that are set: null is the same as absent."""
-    try:
-        raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"The body of the request is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise BadRequest("The body of the request is nested too deeply.") from error
-    if not isinstance(raw, dict):
-        raise BadRequest("The body of the request must be a JSON object.")
-    return {name: value for name, value in raw.items() if value is not None}
-
-
-def _convert(fields: Mapping[str, object], kind: type[_T]) -> _T:
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise _as_bad_request(str(error)) from error
-
-
-def _as_bad_request(text: str) -> BadRequest:
-    """msgspec's words with the field first: "`top_p` must be: `float` <= 1.0"."""
-    if match := re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.(.*)`)?", text):
-        param = f"{match[2]}.{match[1]}" if match[2] else match[1]
-        return BadRequest(f"Missing required parameter: `{param}`.", param=param)
-    match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", text, re.DOTALL)
-    if match is None:
-        return BadRequest(text)
-    return BadRequest(f"`{match[2]}`: {match[1][:1].lower()}{match[1][1:]}.", param=match[2])
+    if len(request.logit_bias) > MAX_LOGIT_BIAS:
+        raise BadRequest(f"`logit_bias` may hold at most {MAX_LOGIT_BIAS} tokens.", param="logit_bias")
+    for key in request.logit_bias:
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise BadRequest(f"`logit_bias`: the key {key[:20]!r} is no token id.", param="logit_bias")

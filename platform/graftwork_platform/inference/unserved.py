@@ -16,29 +16,21 @@ _SHARED: _Defaults = {
     "bad_words": ([],),
     "cache_salt": (),
     "early_stopping": (False,),
-    "echo": (False,),
     "ec_transfer_params": (),
-    "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_whitespace_pattern": (),
-    "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "logprob_token_ids": (),
-    "min_tokens": (0,),
     "mm_payload": (),
-    "n": (1,),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
     "repetition_detection": (),
-    "repetition_penalty": (1,),
     "request_id": (),
     "response_format": ({"type": "text"},),
     "return_token_offsets": (False,),
@@ -47,7 +39,6 @@ _SHARED: _Defaults = {
     "session_id": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "stop": ([],),
     "stream_interval": (1,),
     "structured_outputs": (),
     "thinking_token_budget": (),
@@ -66,6 +57,7 @@ UNSERVED_CHAT: _Defaults = _SHARED | {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "include_reasoning": (True,),
@@ -93,11 +85,18 @@ UNSERVED_CHAT: _Defaults = _SHARED | {
 
 UNSERVED_COMPLETION: _Defaults = _SHARED | {
     "add_special_tokens": (True,),
-    "best_of": (1,),
     "prompt_embeds": (),
     "suffix": ("",),
 }
 """The same for a text completion."""
+
+UNSERVED_TOKENIZE: _Defaults = {
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "tools": ([],),
+}
+"""The same for a text or messages to be cut into tokens."""
 
 UNSERVED_MESSAGE: _Defaults = {
     "annotations": ([],),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ class Watchdog:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def next_of(self, items: AsyncGenerator[T, None]) -> T | None:
+    async def next_of(self, items: AsyncIterator[T]) -> T | None:
         """The next of ``items``, or None at their end."""
         if self._has_expired:
             raise TimeoutError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,32 +31,36 @@ from graftwork_platform.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What all parts of one answer carry. ``prompt_ids`` only if token ids were asked for; ``usage`` if usage was."""
+    """What all parts of one answer carry.
+
+    ``prompt_ids``: those of each prompt, with ``n`` choices each, only if token ids were asked for; ``usage`` if usage was.
+    """
 
     id: str
     created: int
     model: str
-    prompt_ids: list[int] | None = None
+    n: int = 1
+    prompt_ids: list[list[int]] | None = None
     usage: bool = False
+
+    def prompt_ids_of(self, index: int) -> list[int] | UnsetType:
+        """The prompt of choice ``index``, where it is shown."""
+        return UNSET if self.prompt_ids is None else self.prompt_ids[index // self.n]
 
 
 class Wire(Protocol):
     """How an answer is written."""
 
-    def opening(self) -> Iterator[Struct]:
-        """Chunks before the first delta."""
-        ...
-
     def chunks(self, delta: Delta) -> Iterator[Struct]:
-        """Chunks of a delta; none if there is nothing to say."""
+        """Chunks of a delta of any choice; none if there is nothing to say."""
         ...
 
     def closing(self, usage: Usage) -> Iterator[Struct]:
         """Chunks behind the last delta."""
         ...
 
-    def whole(self, output: Delta, usage: Usage) -> Struct:
-        """An answer that is not streamed."""
+    def whole(self, outputs: Sequence[Delta], usage: Usage) -> Struct:
+        """An answer that is not streamed; the outputs of all choices in order."""
         ...
 
 
@@ -67,36 +71,39 @@ class ChatWire:
         self._heading = heading
         self._tokenizer = tokenizer
 
-    def opening(self) -> Iterator[Struct]:
-        """One chunk that names the role."""
-        yield self._chunk([ChatChunkChoice(ChatDelta("assistant", ""))], prompt_ids=_or_unset(self._heading.prompt_ids))
-
     def chunks(self, delta: Delta) -> Iterator[Struct]:
-        """One chunk for the text, one for the finish."""
-        with_ids = self._heading.prompt_ids is not None
+        """One chunk that names the role before a choice's first text, one for the text, one for the finish."""
+        index, with_ids = delta.index, self._heading.prompt_ids is not None
+        if delta.is_first:
+            prompt_ids = self._heading.prompt_ids_of(index) if index == 0 else UNSET
+            yield self._chunk([ChatChunkChoice(ChatDelta("assistant", ""), index)], prompt_ids=prompt_ids)
         if delta.text or delta.tokens or (with_ids and delta.token_ids):
             ids = delta.token_ids if with_ids else UNSET
-            yield self._chunk([ChatChunkChoice(ChatDelta(content=delta.text), logprobs=self._logprobs(delta), token_ids=ids)])
+            content = ChatDelta(content=delta.text)
+            yield self._chunk([ChatChunkChoice(content, index, logprobs=self._logprobs(delta), token_ids=ids)])
         if delta.finish is not None:
-            yield self._chunk([ChatChunkChoice(ChatDelta(), finish_reason=_finish(delta.finish))])
+            yield self._chunk([ChatChunkChoice(ChatDelta(), index, finish_reason=_finish(delta.finish))])
 
     def closing(self, usage: Usage) -> Iterator[Struct]:
         """One chunk with the usage, if it was asked for."""
         if self._heading.usage:
             yield self._chunk([], usage)
 
-    def whole(self, output: Delta, usage: Usage) -> Struct:
+    def whole(self, outputs: Sequence[Delta], usage: Usage) -> Struct:
         """The whole chat completion."""
         heading = self._heading
-        choice = ChatChoice(
-            message=ChatMessage(output.text),
-            finish_reason=_finish(output.finish),
-            logprobs=self._logprobs(output),
-            token_ids=output.token_ids if heading.prompt_ids is not None else UNSET,
-        )
-        return ChatCompletion(
-            heading.id, heading.created, heading.model, [choice], usage, prompt_token_ids=_or_unset(heading.prompt_ids)
-        )
+        choices = [
+            ChatChoice(
+                message=ChatMessage(output.text),
+                finish_reason=_finish(output.finish),
+                index=output.index,
+                logprobs=self._logprobs(output),
+                token_ids=output.token_ids if heading.prompt_ids is not None else UNSET,
+            )
+            for output in outputs
+        ]
+        prompt_ids = heading.prompt_ids_of(0)
+        return ChatCompletion(heading.id, heading.created, heading.model, choices, usage, prompt_token_ids=prompt_ids)
 
     def _chunk(
         self, choices: list[ChatChunkChoice], usage: Usage | None = None, prompt_ids: list[int] | UnsetType = UNSET
@@ -109,6 +116,8 @@ class ChatWire:
         return None if delta.tokens is None else ChatLogprobs([self._token(token) for token in delta.tokens])
 
     def _token(self, token: Token) -> TokenLogprob:
+        if token.logprob is None:
+            raise AssertionError("a chat repeats no prompt")
         drawn = self._entry(token.token_id, token.logprob)
         return TokenLogprob(drawn.token, drawn.logprob, drawn.bytes, [self._entry(*top) for top in token.top])
 
@@ -122,57 +131,54 @@ class CompletionWire:
     def __init__(self, heading: Heading, tokenizer: Tokenizer) -> None:
         self._heading = heading
         self._tokenizer = tokenizer
-        self._is_first = True
-
-    def opening(self) -> Iterator[Struct]:
-        """Nothing: the first delta says it all."""
-        return iter(())
 
     def chunks(self, delta: Delta) -> Iterator[Struct]:
         """One chunk; the last one carries the finish."""
         with_ids = self._heading.prompt_ids is not None
         if delta.text or delta.tokens or delta.finish is not None or (with_ids and delta.token_ids):
-            yield self._completion([self._choice(delta, with_prompt_ids=self._is_first)])
-            self._is_first = False
+            yield self._completion([self._choice(delta)])
 
     def closing(self, usage: Usage) -> Iterator[Struct]:
         """One chunk with the usage, if it was asked for."""
         if self._heading.usage:
             yield self._completion([], usage)
 
-    def whole(self, output: Delta, usage: Usage) -> Struct:
+    def whole(self, outputs: Sequence[Delta], usage: Usage) -> Struct:
         """The whole text completion."""
         heading = self._heading
-        return Completion(heading.id, heading.created, heading.model, [self._choice(output, with_prompt_ids=True)], usage)
+        return Completion(heading.id, heading.created, heading.model, [self._choice(output) for output in outputs], usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         heading = self._heading
         return Completion(heading.id, heading.created, heading.model, choices, usage if heading.usage else UNSET)
 
-    def _choice(self, delta: Delta, *, with_prompt_ids: bool) -> CompletionChoice:
-        prompt_ids = self._heading.prompt_ids
+    def _choice(self, delta: Delta) -> CompletionChoice:
         return CompletionChoice(
             delta.text,
+            delta.index,
             None if delta.finish is None else _finish(delta.finish),
             None if delta.tokens is None else self._logprobs(delta.tokens),
-            token_ids=UNSET if prompt_ids is None else delta.token_ids,
-            prompt_token_ids=_or_unset(prompt_ids if with_prompt_ids else None),
+            token_ids=UNSET if self._heading.prompt_ids is None else delta.token_ids,
+            prompt_token_ids=self._heading.prompt_ids_of(delta.index) if delta.is_first else UNSET,
         )
 
     def _logprobs(self, tokens: list[Token]) -> CompletionLogprobs:
         text = self._tokenizer.token_text
-        tops: list[dict[str, float]] = []
-        for token in tokens:
-            # OpenAI's rule: the drawn token is always among them, so there may be one more than was asked for.
-            top = {text(token_id): value for token_id, value in token.top}
-            top.setdefault(text(token.token_id), token.logprob)
-            tops.append(top)
         return CompletionLogprobs(
             tokens=[text(token.token_id) for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=tops,
+            top_logprobs=[self._top(token) for token in tokens],
             text_offset=[token.offset for token in tokens],
         )
+
+    def _top(self, token: Token) -> dict[str, float] | None:
+        """OpenAI's rule: the drawn token is always among them, so there may be one more than was asked for."""
+        if token.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for token_id, value in (*token.top, (token.token_id, token.logprob)):
+            top.setdefault(self._tokenizer.token_text(token_id), value)  # of two tokens of one text the more probable
+        return top
 
 
 def _finish(finish: EngineFinish | None) -> FinishReason:
@@ -181,7 +187,3 @@ def _finish(finish: EngineFinish | None) -> FinishReason:
     if finish is EngineFinish.LENGTH:
         return "length"
     raise AssertionError(f"an output that ended with {finish} has no answer")
-
-
-def _or_unset(ids: list[int] | None) -> list[int] | UnsetType:
-    return UNSET if ids is None else ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,17 @@ from sqlalchemy.orm import Session
 
 from graftwork_platform.catalog.catalog import live_adapter, newest_ready
 from graftwork_platform.db import Database
+from graftwork_platform.db_postgresql import Turn, take_turn
 from graftwork_platform.errors import BadRequest, Forbidden, NotFound, Unauthorized
 from graftwork_platform.ids import show, uuid7
 from graftwork_platform.keys.ring import KeyEntry, KeyRing
+from graftwork_platform.keys.rows import all_entries, entry_of
 from graftwork_platform.keys.text import NewKey, generate, key_hmac
 from graftwork_platform.models import ApiKey, Tenant
 from graftwork_platform.paging import Page, page_of
 from graftwork_platform.secrets import Secrets, write_private
+
+_log = logging.getLogger(__name__)
 
 
 class Keys:
@@ -30,10 +35,21 @@ class Keys:
         self._ring = ring
         self._secrets = secrets
         self._now = now
+        self._rotating = asyncio.Lock()
+
+    async def open(self, admin_file: Path) -> None:
+        """Fill the ring. The first server on a database makes the admin key and leaves it in ``admin_file``.
+
+        Raises `DatabaseUnavailable`; may then be called again.
+        """
+        await self.ensure_admin(lambda text: write_private(admin_file, text + "\n"))
+        await self.load()
+        self.settle_admin_file(admin_file)
 
     async def load(self) -> None:
         """Fill the ring from the database."""
-        self._ring.replace_all(await self._database.run_read(_valid_entries))
+        with self._ring.reading() as read:
+            read.replace_all(await self._database.run_read(all_entries))
 
     async def create(self, tenant_id: UUID, *, adapter: str | None, expires_at: int | None = None) -> tuple[ApiKey, NewKey]:
         """A new key of a tenant; ``adapter`` names its default, which can be served. Raises `BadRequest`, `NotFound`."""
@@ -42,35 +58,32 @@ class Keys:
         new = generate()
 
         def work(session: Session) -> tuple[ApiKey, KeyEntry]:
-            tenant = session.get_one(Tenant, tenant_id)
+            tenant = session.get_one(Tenant, tenant_id, with_for_update={"read": True})  # a deletion waits, and revokes this too
             if tenant.deleted_at is not None:
                 raise NotFound(f"No tenant `{tenant.name}`.", code="tenant_not_found")
             default = _adapter_id(session, tenant_id, adapter) if adapter is not None else None
             row = self._row(new, tenant_id=tenant_id, default_adapter_id=default, expires_at=expires_at)
             session.add(row)
-            return row, _entry(row, tenant.name)
+            return row, entry_of(row, tenant.name)
 
         return await asyncio.shield(self._store(work)), new
 
     async def ensure_admin(self, keep: Callable[[str], None]) -> bool:
-        """Make the admin key unless there is one; true if it was made.
+        """Make the admin key unless the database holds one; true if it was made.
 
         ``keep`` gets its text before the key becomes valid, so that a crash in between never leaves a valid key nobody knows.
         """
         new = generate()
 
-        def work(session: Session) -> KeyEntry | None:
+        def work(session: Session) -> bool:
+            take_turn(session, Turn.CHANGE_ADMIN_KEY)
             if session.scalar(select(ApiKey.id).where(ApiKey.is_admin, ApiKey.revoked_at.is_(None)).limit(1)) is not None:
-                return None
+                return False
             keep(new.text)
-            row = self._row(new, tenant_id=None, default_adapter_id=None, expires_at=None)
-            session.add(row)
-            return _entry(row, "")
+            session.add(self._row(new, tenant_id=None, default_adapter_id=None, expires_at=None))
+            return True
 
-        entry = await self._database.run_write(work)
-        if entry is not None:
-            self._ring.add(entry)
-        return entry is not None
+        return await self._database.run_write(work)
 
     async def rotate_admin(self, file: Path) -> tuple[ApiKey, NewKey]:
         """A new admin key in ``file``; every older one is refused from then on.
@@ -79,9 +92,9 @@ class Keys:
         (`settle_admin_file` then says which).
         """
         new = generate()
-        await asyncio.to_thread(write_private, _next_file(file), new.text + "\n")
 
         def work(session: Session) -> ApiKey:
+            take_turn(session, Turn.CHANGE_ADMIN_KEY)
             valid = ApiKey.is_admin & ApiKey.revoked_at.is_(None)
             session.execute(update(ApiKey).where(valid).values(revoked_at=int(self._now() * 1000)))
             row = self._row(new, tenant_id=None, default_adapter_id=None, expires_at=None)
@@ -89,30 +102,41 @@ class Keys:
             return row
 
         async def commit_then_refuse() -> ApiKey:
-            row = await self._database.run_write(work)
-            await self.load()
-            _next_file(file).replace(file)
+            async with self._rotating:  # one file waits at a time
+                await asyncio.to_thread(write_private, _next_file(file), new.text + "\n")
+                row = await self._database.run_write(work)
+                await self.load()
+                _next_file(file).replace(file)
             return row
 
         return await asyncio.shield(commit_then_refuse()), new
 
     def settle_admin_file(self, file: Path) -> None:
-        """Finish a rotation of the admin key that was cut short, or undo it if its key never became valid. After `load`."""
+        """Finish a rotation of the admin key that was cut short, or undo it if its key never became valid. After `load`.
+
+        A file whose key another server has replaced since is left there, and said to be stale.
+        """
         waiting = _next_file(file)
-        if not waiting.exists():
-            return
+        if waiting.exists():
+            if self._is_admin_key(waiting):
+                waiting.replace(file)
+            else:
+                waiting.unlink()
+        if file.exists() and not self._is_admin_key(file):
+            _log.warning("%s holds a key that is not valid any more: another server on this database has made a new one", file)
+
+    def _is_admin_key(self, file: Path) -> bool:
         try:
-            self._ring.authenticate_admin(f"Bearer {waiting.read_text().strip()}")
+            self._ring.authenticate_admin(f"Bearer {file.read_text(errors='replace').strip()}")
         except (Unauthorized, Forbidden):
-            waiting.unlink()
-        else:
-            waiting.replace(file)
+            return False
+        return True
 
     async def revoke(self, tenant_id: UUID, key_id: UUID) -> ApiKey:
         """Refuse a key from now on; again is no error. Raises `NotFound`."""
 
         def work(session: Session) -> ApiKey:
-            row = session.scalar(select(ApiKey).where(ApiKey.tenant_id == tenant_id, ApiKey.id == key_id))
+            row = session.scalar(select(ApiKey).where(ApiKey.tenant_id == tenant_id, ApiKey.id == key_id).with_for_update())
             if row is None:
                 raise NotFound(f"No key {show('key', key_id)} in this tenant.", code="key_not_found")
             row.revoked_at = row.revoked_at or int(self._now() * 1000)
@@ -136,8 +160,11 @@ class Keys:
                 .values(revoked_at=int(self._now() * 1000))
             )
 
-        await self._database.run_write(work)
-        self._ring.remove_tenant(tenant_id)
+        async def commit_then_refuse() -> None:
+            await self._database.run_write(work)
+            self._ring.remove_tenant(tenant_id)
+
+        await asyncio.shield(commit_then_refuse())
 
     async def list(self, tenant_id: UUID, *, after: UUID | None, limit: int) -> Page[ApiKey]:
         """A tenant's keys, revoked ones too, oldest first."""
@@ -147,8 +174,9 @@ class Keys:
         return await self._database.run_read(lambda session: page_of(session, query, limit))
 
     async def _store(self, work: Callable[[Session], tuple[ApiKey, KeyEntry]]) -> ApiKey:
-        row, entry = await self._database.run_write(work)
-        self._ring.add(entry)
+        with self._ring.reading() as read:
+            row, entry = await self._database.run_write(work)
+            read.replace([entry.key_id], [], [entry])
         return row
 
     def _row(self, new: NewKey, *, tenant_id: UUID | None, default_adapter_id: UUID | None, expires_at: int | None) -> ApiKey:
@@ -177,24 +205,3 @@ def _adapter_id(session: Session, tenant_id: UUID, name: str) -> UUID:
     if newest_ready(session, adapter.id) is None:
         raise NotFound(f"Adapter `{name}` has no ready version; publish one first.", param="adapter", code="version_not_found")
     return adapter.id
-
-
-def _valid_entries(session: Session) -> list[KeyEntry]:
-    rows = session.execute(
-        select(ApiKey, Tenant.name)
-        .outerjoin(Tenant, Tenant.id == ApiKey.tenant_id)
-        .where(ApiKey.revoked_at.is_(None), Tenant.deleted_at.is_(None))
-    )
-    return [_entry(row, name or "") for row, name in rows]
-
-
-def _entry(row: ApiKey, tenant_name: str) -> KeyEntry:
-    return KeyEntry(
-        key_id=row.id,
-        public_id=row.public_id,
-        key_hmac=row.key_hmac,
-        tenant_id=row.tenant_id,
-        tenant_name=tenant_name,
-        default_adapter_id=row.default_adapter_id,
-        expires_at=row.expires_at,
-    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 _PREFIX = "gw"
 _PUBLIC_BYTES = 10  # 16 base32 letters, an index and nothing secret
+_MAX_PUBLIC_CHARS = 32  # as many as the database keeps
 _SECRET_BYTES = 32
 
 
@@ -33,6 +34,8 @@ def public_id_of(text: str) -> str | None:
     """The public half of a key's text, or None for text that is no key."""
     parts = text.split("-", 2)  # the secret may hold dashes
     if len(parts) != 3 or parts[0] != _PREFIX or not parts[1] or not parts[2]:
+        return None
+    if not (parts[1].isascii() and parts[1].isalnum() and len(parts[1]) <= _MAX_PUBLIC_CHARS):
         return None
     return parts[1]
 

@@ -54,6 +54,13 @@ def check_manifest(files: Sequence[FileEntry], limits: UploadLimits) -> None:
             raise BadRequest(f"Two files share the path `{earlier[:-1]}`.", param="files", code="duplicate_path")
 
 
+def check_path(path: str, param: str) -> None:
+    """Raises `BadRequest` unless a file may have this path. Nothing is cleaned: two spellings never mean one file."""
+    if len(path) > _MAX_PATH_CHARS or not _PATH.fullmatch(path):
+        shown = ascii(path[:_MAX_PATH_CHARS])  # whatever it holds, it can be sent and read
+        raise BadRequest(f"{shown} is not a path inside an adapter's folder.", param=param, code="invalid_path")
+
+
 def parts_of(file: FileEntry, part_bytes: int) -> list[Part]:
     """The bodies in which ``file`` is sent; an empty file is one empty part."""
     count = max(1, -(-file.size // part_bytes))
@@ -79,10 +86,7 @@ def manifest_sha256(files: Sequence[FileEntry]) -> str:
 
 
 def _check_entry(file: FileEntry, param: str) -> None:
-    if len(file.path) > _MAX_PATH_CHARS or not _PATH.fullmatch(file.path):
-        raise BadRequest(
-            f"`{file.path[:_MAX_PATH_CHARS]}` is not a path inside an adapter's folder.", param=f"{param}.path", code="invalid_path"
-        )
+    check_path(file.path, f"{param}.path")
     if file.size < 0:
         raise BadRequest("A file's size is not negative.", param=f"{param}.size")
     if not _SHA256.fullmatch(file.sha256):

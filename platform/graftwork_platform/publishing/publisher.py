@@ -1,7 +1,8 @@
 """Publishing in the background: validate and pack in a subprocess, store, then mark ready. Knows no HTTP and no tensors.
 
-Blobs are stored before the version is marked ready, so a ready version always has its bytes; a crash in between leaves only blobs
-that the next attempt finds in place.
+Any server that shares the database takes up what nobody publishes, under a lease, so a server that dies delays a verdict and never
+loses it. Blobs are stored before the version is marked ready, so a ready version always has its bytes; a crash in between leaves
+only blobs that the next attempt finds in place.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Protocol
 from uuid import UUID
@@ -17,21 +18,27 @@ from uuid import UUID
 from sqlalchemy.exc import SQLAlchemyError
 
 from graftwork_adapters.base_spec import BaseSpec
-from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt, BlobNotFound, StoreError
-from graftwork_adapters.keys import AdapterDigest, RowTypeName, packed_key, packed_path, upload_prefix
+from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt, StoreError
+from graftwork_adapters.keys import AdapterDigest, RowTypeName
 from graftwork_adapters.publish_job import MEMORY_CHECK, Limits, PublishJob, PublishResult
 from graftwork_adapters.report import Report
 from graftwork_adapters.scratch import scratch_folder, sweep_scratch
-from graftwork_adapters.store import ObjectStore
 from graftwork_platform.db import Database
+from graftwork_platform.errors import BadRequest
 from graftwork_platform.ids import show
 from graftwork_platform.publishing import records
+from graftwork_platform.publishing.blobs import Blobs
 from graftwork_platform.publishing.incoming import Incoming
+from graftwork_platform.publishing.leases import Leases, PublishTiming
+from graftwork_platform.publishing.records import Lease, LeaseLost
 from graftwork_platform.settings import PublishLimits, UploadLimits
 
 _log = logging.getLogger(__name__)
 
-_SWEEP_EVERY = 600.0  # seconds
+_Fault = OSError | StoreError | SQLAlchemyError
+"""What an upload is not to blame for; it may be gone at the next try."""
+
+_FAULTS = (OSError, StoreError, SQLAlchemyError)
 
 
 class RunPublish(Protocol):
@@ -41,16 +48,12 @@ class RunPublish(Protocol):
 
 
 class Publisher:
-    """Owns the publishing subprocesses. Belongs to one event loop: `start`, then `close`.
-
-    ``now`` is Unix time in seconds. Deleted versions keep their blobs for ``delete_grace`` seconds, in which requests that had
-    resolved them can still end.
-    """
+    """This server's publishing subprocesses. Belongs to one event loop: `start`, then `close`. ``now`` is Unix time in seconds."""
 
     def __init__(
         self,
         database: Database,
-        store: ObjectStore,
+        blobs: Blobs,
         incoming: Incoming,
         spec: BaseSpec,
         *,
@@ -59,11 +62,11 @@ class Publisher:
         run_publish: RunPublish,
         limits: PublishLimits,
         upload_limits: UploadLimits,
-        delete_grace: float,
+        timing: PublishTiming,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._database = database
-        self._store = store
+        self._blobs = blobs
         self._incoming = incoming
         self._spec = spec
         self._row_type: RowTypeName = row_type
@@ -71,50 +74,44 @@ class Publisher:
         self._run_publish = run_publish
         self._limits = limits
         self._upload_limits = upload_limits
-        self._delete_grace = delete_grace
+        self._timing = timing
         self._now = now
+        self._leases = Leases(database, timing.lease, now)
         self._publishing = asyncio.Semaphore(limits.concurrency)
         self._rebuilding = asyncio.Semaphore(limits.concurrency)  # of its own: requests wait for these
-        self._blobs = asyncio.Lock()  # a sweep must not delete what a publication just found in place
         self._tasks: set[asyncio.Task[None]] = set()
+        self._submitted: set[UUID] = set()
         self._rebuilds: dict[AdapterDigest, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
-        """Sweep what a crash left, take up unfinished publications again, and go on sweeping from time to time."""
+        """Sweep what a crash left, then from time to time sweep again and take up publications that nobody runs."""
         await asyncio.to_thread(sweep_scratch, self._scratch)
-        await self._try_sweep()
-        for upload_id in await self._database.run_read(records.unfinished):
-            self.submit(upload_id)
-        self._spawn(self._sweep_for_ever(), "sweep uploads")
+        await asyncio.to_thread(self._incoming.sweep_local)
+        await _whatever_happens(self.sweep)
+        self._spawn(_for_ever(self._take_up, self._timing.poll), "take up publications")
+        self._spawn(_for_ever(self.sweep, self._timing.sweep, wait_first=True), "sweep uploads")
 
     async def close(self) -> None:
-        """Stop; running publications are taken up again at the next start."""
+        """Stop; running publications are given back, for another server or the next start."""
         tasks = [*self._tasks, *self._rebuilds.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await _whatever_happens(self._leases.close)
+        await asyncio.to_thread(self._incoming.close)
 
     def submit(self, upload_id: UUID) -> None:
-        """Publish a completed upload in the background."""
-        self._spawn(self._publish(upload_id), f"publish {show('up', upload_id)}")
-
-    async def is_stored(self, digest: AdapterDigest) -> bool:
-        """True if both the upload and its packed form are in the store; false also for a store that does not answer."""
-        path = packed_path(packed_key(digest, self._spec.base_id, self._row_type))
-
-        def look() -> bool:
-            try:
-                return self._store.exists(path) and next(self._store.list_keys(upload_prefix(digest)), None) is not None
-            except StoreError:
-                return False
-
-        return await asyncio.to_thread(look)
+        """Publish a completed upload in the background, unless another server does."""
+        if upload_id not in self._submitted:
+            self._submitted.add(upload_id)
+            self._spawn(self._publish(upload_id), f"publish {show('up', upload_id)}")
 
     async def ensure_packed(self, digest: AdapterDigest) -> None:
         """Build the packed form of ``digest`` again from its stored upload unless it is there; callers at once share one run.
 
-        Raises `BlobNotFound` if the upload is gone too, `AdapterTooLarge` if this server's adapter memory can never hold it,
-        `BlobCorrupt` if it is another one now or does not pass otherwise, or `StoreUnavailable`.
+        Two servers may do it at once: the same bytes are stored whole, and once. Raises `BlobNotFound` if the upload is gone too,
+        `AdapterTooLarge` if this server's adapter memory can never hold it, `BlobCorrupt` if it is another one now or does not
+        pass otherwise, or `StoreUnavailable`.
         """
         task = self._rebuilds.get(digest)
         if task is None:
@@ -125,60 +122,88 @@ class Publisher:
 
     async def sweep(self) -> None:
         """Expire uploads that were never completed, and drop bytes that nothing needs any more."""
-        now = int(self._now() * 1000)
+        now = self._millis()
         live = await self._database.run_write(lambda session: records.expire_uploads(session, now))
         await asyncio.to_thread(self._incoming.sweep, live, now)
-        async with self._blobs:
-            before = now - int(self._delete_grace * 1000)
-            orphans = await self._database.run_read(lambda session: records.orphaned_digests(session, before))
-            await asyncio.to_thread(self._delete_blobs, orphans)
-            await self._database.run_write(lambda session: records.mark_deleted(session, before))
+        await self._blobs.sweep()
+
+    async def _take_up(self) -> None:
+        for upload_id in await self._database.run_read(lambda session: records.unleased(session, self._millis())):
+            self.submit(upload_id)
 
     async def _publish(self, upload_id: UUID) -> None:
-        async with self._publishing:
-            version_id, attempts = await self._database.run_write(lambda session: records.begin_attempt(session, upload_id))
-            if attempts > self._limits.max_attempts:
-                stopped = _failure(
-                    "process", f"the server stopped {attempts - 1} times while it was validating this upload", "push it again"
-                )
-                await self._fail(upload_id, version_id, stopped)
+        try:
+            async with self._publishing:  # first, so that an upload which waits here can be taken up by another server
+                lease = await self._leases.take(upload_id)
+                if lease is not None:
+                    await self._publish_leased(lease)
+                    self._leases.ended(lease)
+        finally:
+            self._submitted.discard(upload_id)
+
+    async def _publish_leased(self, lease: Lease) -> None:
+        try:
+            await self._leases.keep(lease, self._attempt(lease))
+        except LeaseLost as error:
+            _log.warning("%s: another server has taken the publication over", error)
+            return
+        except _FAULTS as error:
+            _log.exception("attempt %d to publish %s failed", lease.attempt, show("up", lease.upload_id))
+            if not await self._put_off(lease, error):
                 return
-            with scratch_folder(self._scratch) as scratch:
-                packed = scratch / "packed.safetensors"
-                try:
-                    result = await self._run(
-                        PublishJob(self._incoming.files(upload_id), packed, self._spec, self._row_type, self._job_limits())
-                    )
-                    if result.ok:
-                        await self._store_and_finish(upload_id, version_id, result, packed)
-                    else:
-                        await self._fail(upload_id, version_id, result.report)
-                except (OSError, StoreError) as error:
-                    _log.exception("publishing %s failed", show("up", upload_id))
-                    await self._fail(upload_id, version_id, _failure("store", _without_paths(error), "push it again"))
+        await _whatever_happens(lambda: asyncio.to_thread(self._incoming.drop, lease.upload_id))
 
-    async def _store_and_finish(self, upload_id: UUID, version_id: UUID, result: PublishResult, packed: Path) -> None:
-        async with self._blobs:
-            await asyncio.to_thread(self._put, self._incoming.files(upload_id), result, packed)
-            now = int(self._now() * 1000)
-            await self._database.run_write(lambda session: records.finish(session, upload_id, version_id, result, now))
-        await asyncio.to_thread(self._incoming.drop, upload_id)
+    async def _attempt(self, lease: Lease) -> None:
+        """From parts to a verdict. Raises `LeaseLost`, or a fault that the upload is not to blame for."""
+        if lease.attempt > self._limits.max_attempts:
+            await self._fail(lease, _given_up(lease))
+            return
+        try:
+            folder = await asyncio.to_thread(self._incoming.folder, lease.upload_id, lease.files, lease.part_bytes)
+        except BadRequest as error:  # parts were replaced or lost behind the completion
+            await self._fail(lease, _failure("upload", error.message, "push it again"))
+            return
+        with scratch_folder(self._scratch) as scratch:
+            packed = scratch / "packed.safetensors"
+            result = await self._run(PublishJob(folder, packed, self._spec, self._row_type, self._job_limits()))
+            if not result.ok:
+                await self._fail(lease, result.report)
+                return
+            await self._blobs.store(lease, result, folder, packed)
+        now = self._millis()
+        await self._database.run_write(lambda session: records.finish(session, lease, result, now))
 
-    async def _fail(self, upload_id: UUID, version_id: UUID, report: Report) -> None:
-        await self._database.run_write(lambda session: records.fail(session, upload_id, version_id, report))
-        await asyncio.to_thread(self._incoming.drop, upload_id)
+    async def _put_off(self, lease: Lease, fault: _Fault) -> bool:
+        """Leave the upload for another attempt, here or elsewhere; true if that was the last and the version failed."""
+        report = _failure("store", _for_customers(fault), "push it again")
+        pause = self._timing.retry_pause * 2 ** (lease.attempt - 1)
+        try:
+            if lease.attempt >= self._limits.max_attempts:
+                await self._fail(lease, report)
+                return True
+            until = self._millis() + int(pause * 1000)
+            await self._database.run_write(lambda session: records.put_off(session, lease, report, until))
+        except LeaseLost:
+            pass
+        except SQLAlchemyError:  # then the lease runs out
+            _log.exception("%s could not be put off", show("up", lease.upload_id))
+        return False
+
+    async def _fail(self, lease: Lease, report: Report) -> None:
+        now = self._millis()
+        await self._database.run_write(lambda session: records.fail(session, lease, report, now))
 
     async def _rebuild(self, digest: AdapterDigest) -> None:
-        if await asyncio.to_thread(self._store.exists, packed_path(packed_key(digest, self._spec.base_id, self._row_type))):
+        if await self._blobs.has_packed(digest):
             return
         async with self._rebuilding:
             with scratch_folder(self._scratch) as scratch:
                 upload, packed = scratch / "upload", scratch / "packed.safetensors"
-                await asyncio.to_thread(self._fetch_upload, digest, upload)
+                await self._blobs.fetch_upload(digest, upload)
                 result = await self._run(PublishJob(upload, packed, self._spec, self._row_type, self._job_limits(), digest))
                 if not result.ok or result.packed_key is None:
                     raise _cannot_pack(digest, result.report)
-                await asyncio.to_thread(self._store.put_if_absent, packed_path(result.packed_key), packed)
+                await self._blobs.store_packed(digest, result.packed_key, packed)
 
     async def _run(self, job: PublishJob) -> PublishResult:
         return await self._run_publish(job, timeout_s=self._limits.timeout, memory_bytes=self._limits.memory_bytes)
@@ -192,38 +217,8 @@ class Publisher:
             memory=self._limits.memory,
         )
 
-    def _put(self, folder: Path, result: PublishResult, packed: Path) -> None:
-        if result.digest is None or result.packed_key is None:
-            raise AssertionError("a passed upload has a digest and a packed key")
-        for path in result.files:
-            self._store.put_if_absent(upload_prefix(result.digest) + path, folder / path)
-        self._store.put_if_absent(packed_path(result.packed_key), packed)
-
-    def _fetch_upload(self, digest: AdapterDigest, folder: Path) -> None:
-        keys = list(self._store.list_keys(upload_prefix(digest)))
-        if not keys:
-            raise BlobNotFound(f"the store has no upload {digest}")
-        for key in keys:
-            dest = folder / key.removeprefix(upload_prefix(digest))
-            dest.parent.mkdir(parents=True, exist_ok=True)
-            self._store.fetch(key, dest)
-
-    def _delete_blobs(self, digests: list[AdapterDigest]) -> None:
-        for digest in digests:
-            self._store.delete(packed_path(packed_key(digest, self._spec.base_id, self._row_type)))
-            for key in list(self._store.list_keys(upload_prefix(digest))):
-                self._store.delete(key)
-
-    async def _sweep_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_EVERY)
-            await self._try_sweep()
-
-    async def _try_sweep(self) -> None:
-        try:
-            await self.sweep()
-        except (OSError, StoreError, SQLAlchemyError):  # a store that is away must not keep the rest from being served
-            _log.exception("the sweep failed; it will be tried again")
+    def _millis(self) -> int:
+        return int(self._now() * 1000)
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -236,10 +231,32 @@ class Publisher:
             _log.error("background task %r ended", task.get_name(), exc_info=error)
 
 
+async def _for_ever(work: Callable[[], Awaitable[None]], pause: float, *, wait_first: bool = False) -> None:
+    if wait_first:
+        await asyncio.sleep(pause)
+    while True:
+        await _whatever_happens(work)
+        await asyncio.sleep(pause)
+
+
+async def _whatever_happens(work: Callable[[], Awaitable[None]]) -> None:
+    """A store or database that is away must not keep the rest from being served; what was to be done is done at another time."""
+    try:
+        await work()
+    except _FAULTS:
+        _log.exception("work in the background failed; it will be tried again")
+
+
 def _failure(check: str, message: str, fix: str) -> Report:
     report = Report()
     report.fail(check, None, message, fix)
     return report
+
+
+def _given_up(lease: Lease) -> Report:
+    last = f"; last: {lease.last_fault}" if lease.last_fault else ""
+    message = f"the server stopped or failed {lease.attempt - 1} times while it was validating this upload{last}"
+    return _failure("process", message, "push it again")
 
 
 def _cannot_pack(digest: AdapterDigest, report: Report) -> AdapterTooLarge | BlobCorrupt:
@@ -250,6 +267,9 @@ def _cannot_pack(digest: AdapterDigest, report: Report) -> AdapterTooLarge | Blo
     return BlobCorrupt(f"the stored upload {digest} cannot be packed: {reason}")
 
 
-def _without_paths(error: OSError | StoreError) -> str:
-    reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else error
+def _for_customers(fault: _Fault) -> str:
+    """Without paths, and without SQL."""
+    if isinstance(fault, SQLAlchemyError):
+        return "the server could not store the adapter: its database failed"
+    reason = fault.strerror or type(fault).__name__ if isinstance(fault, OSError) else fault
     return f"the server could not store the adapter: {reason}"

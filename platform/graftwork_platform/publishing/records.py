@@ -1,7 +1,12 @@
-"""The transactions of publishing, each one function of a session. Knows no files."""
+"""The transactions of publishing, each one function of a session. Knows no files.
+
+Rows are locked in one order, upload, adapter, version, so that no two transactions wait for each other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from uuid import UUID
 
 from sqlalchemy import select, update
@@ -12,31 +17,90 @@ from graftwork_adapters.publish_job import PublishResult
 from graftwork_adapters.report import Report
 from graftwork_platform.catalog.catalog import newest_ready
 from graftwork_platform.models import Adapter, AdapterVersion, Upload, UploadState, VersionState
+from graftwork_platform.publishing.manifest import FileEntry, from_json
 
 
-def unfinished(session: Session) -> list[UUID]:
-    """Completed uploads whose verdict is open, oldest first."""
-    return list(session.scalars(select(Upload.id).where(Upload.state == UploadState.VALIDATING).order_by(Upload.id)))
+class LeaseLost(Exception):
+    """Another server publishes this upload now, or has done so: nothing that this one found may count."""
+
+    def __init__(self, upload_id: UUID) -> None:
+        super().__init__(f"the lease of upload {upload_id} was lost")
 
 
-def begin_attempt(session: Session, upload_id: UUID) -> tuple[UUID, int]:
-    """Count one more start of a publication; the version's id and how many starts that makes."""
-    version = _version_of(session, upload_id)
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to publish an upload, and what is needed for it. ``attempt`` counts from 1; ``token`` is this taking's own."""
+
+    upload_id: UUID
+    version_id: UUID
+    token: UUID
+    attempt: int
+    files: Sequence[FileEntry]
+    part_bytes: int
+    last_fault: str | None  # what went wrong in an attempt before, if that could still be written down
+
+
+def unleased(session: Session, now: int) -> list[UUID]:
+    """Completed uploads without a verdict that nobody publishes, oldest first."""
+    free = (Upload.state == UploadState.VALIDATING, Upload.lease_until <= now)
+    return list(session.scalars(select(Upload.id).where(*free).order_by(Upload.id)))
+
+
+def take_lease(session: Session, upload_id: UUID, token: UUID, now: int, until: int) -> Lease | None:
+    """Make ``token`` the holder if there is none whose lease lasts, and count the attempt."""
+    free = (Upload.id == upload_id, Upload.state == UploadState.VALIDATING, Upload.lease_until <= now)
+    taken = update(Upload).where(*free).values(lease_holder=token, lease_until=until).returning(Upload)
+    upload = session.scalar(taken)
+    if upload is None:
+        return None
+    if upload.version_id is None:
+        raise AssertionError(f"upload {upload_id} is validating without a version")
+    version = session.get_one(AdapterVersion, upload.version_id, with_for_update=True)
     version.attempts += 1
-    return version.id, version.attempts
+    last_fault = version.report[-1]["message"] if version.report else None
+    return Lease(upload_id, version.id, token, version.attempts, from_json(upload.files), upload.part_bytes, last_fault)
 
 
-def finish(session: Session, upload_id: UUID, version_id: UUID, result: PublishResult, now: int) -> None:
-    """Give a passed version its number and digest and serve it; if the newest version has that digest, it was that one again."""
-    upload, version = session.get_one(Upload, upload_id), session.get_one(AdapterVersion, version_id)
-    adapter = session.get_one(Adapter, version.adapter_id)
+def renew_lease(session: Session, lease: Lease, until: int) -> bool:
+    """True if the lease was still the holder's, be it late."""
+    held = (Upload.id == lease.upload_id, Upload.state == UploadState.VALIDATING, Upload.lease_holder == lease.token)
+    return session.scalar(update(Upload).where(*held).values(lease_until=until).returning(Upload.id)) is not None
+
+
+def release_leases(session: Session, tokens: Collection[UUID]) -> None:
+    """End these leases at once."""
+    session.execute(update(Upload).where(Upload.lease_holder.in_(tokens)).values(lease_holder=None, lease_until=0))
+
+
+def put_off(session: Session, lease: Lease, report: Report, until: int) -> None:
+    """Give the lease back; nobody takes it before ``until``. The report is kept for the next attempt. Raises `LeaseLost`."""
+    upload = _held(session, lease)
+    upload.lease_holder, upload.lease_until = None, until
+    session.get_one(AdapterVersion, lease.version_id, with_for_update=True).report = report.as_json()
+
+
+def claim(session: Session, lease: Lease, digest: AdapterDigest) -> None:
+    """Note that blobs of ``digest`` are going to be stored for this version. Raises `LeaseLost`."""
+    _held(session, lease)
+    session.get_one(AdapterVersion, lease.version_id, with_for_update=True).digest = digest
+
+
+def finish(session: Session, lease: Lease, result: PublishResult, now: int) -> None:
+    """Give a passed version its number and digest and serve it; if the newest version has that digest, it was that one again.
+
+    Raises `LeaseLost`.
+    """
+    upload = _held(session, lease)
+    adapter_id = session.get_one(AdapterVersion, lease.version_id).adapter_id
+    adapter = session.get_one(Adapter, adapter_id, with_for_update=True)  # its number and its deletion are dealt with one by one
+    version = session.get_one(AdapterVersion, lease.version_id, with_for_update=True)
     if adapter.deleted_at is not None:
         report = Report(list(result.report.findings))
         report.fail("adapter", None, "the adapter was deleted while this version was being validated", "push it again")
-        fail(session, upload_id, version_id, report)
+        fail(session, lease, report, now)
         return
     newest = newest_ready(session, adapter.id)
-    upload.state = UploadState.READY
+    upload.state, upload.lease_holder = UploadState.READY, None
     if newest is not None and newest.digest == result.digest:
         upload.version_id = newest.id
         session.flush()  # nothing may point at the row that goes
@@ -49,12 +113,14 @@ def finish(session: Session, upload_id: UUID, version_id: UUID, result: PublishR
     version.ready_at = now
 
 
-def fail(session: Session, upload_id: UUID, version_id: UUID, report: Report) -> None:
-    """Refuse a version; its report says why."""
-    version = session.get_one(AdapterVersion, version_id)
+def fail(session: Session, lease: Lease, report: Report, now: int) -> None:
+    """Refuse a version; its report says why. Raises `LeaseLost`."""
+    upload = _held(session, lease)
+    upload.state, upload.lease_holder = UploadState.FAILED, None
+    version = session.get_one(AdapterVersion, lease.version_id, with_for_update=True)
     version.report = report.as_json()
     version.state = VersionState.FAILED
-    session.get_one(Upload, upload_id).state = UploadState.FAILED
+    version.deleted_at = None if version.digest is None else now
 
 
 def expire_uploads(session: Session, now: int) -> list[UUID]:
@@ -65,24 +131,8 @@ def expire_uploads(session: Session, now: int) -> list[UUID]:
     return list(session.scalars(select(Upload.id).where(Upload.state.in_(live))))
 
 
-def orphaned_digests(session: Session, before: int) -> list[AdapterDigest]:
-    """Digests that only versions deleted before ``before`` still point at."""
-    gone = select(AdapterVersion.digest).where(AdapterVersion.state == VersionState.DELETING, AdapterVersion.deleted_at <= before)
-    needed = select(AdapterVersion.digest).where(
-        (AdapterVersion.state == VersionState.READY)
-        | ((AdapterVersion.state == VersionState.DELETING) & (AdapterVersion.deleted_at > before))
-    )
-    return [AdapterDigest(d) for d in session.scalars(gone.except_(needed).order_by(AdapterVersion.digest)) if d is not None]
-
-
-def mark_deleted(session: Session, before: int) -> None:
-    """Close the versions deleted before ``before``, whose bytes are gone or belong to others."""
-    late = (AdapterVersion.state == VersionState.DELETING, AdapterVersion.deleted_at <= before)
-    session.execute(update(AdapterVersion).where(*late).values(state=VersionState.DELETED))
-
-
-def _version_of(session: Session, upload_id: UUID) -> AdapterVersion:
-    version_id = session.get_one(Upload, upload_id).version_id
-    if version_id is None:
-        raise AssertionError(f"upload {upload_id} is validating without a version")
-    return session.get_one(AdapterVersion, version_id)
+def _held(session: Session, lease: Lease) -> Upload:
+    upload = session.get_one(Upload, lease.upload_id, with_for_update=True)
+    if upload.state != UploadState.VALIDATING or upload.lease_holder != lease.token:
+        raise LeaseLost(lease.upload_id)
+    return upload

@@ -12,6 +12,7 @@ from uuid import UUID
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from graftwork_adapters.errors import BlobNotFound, StoreError
 from graftwork_adapters.keys import AdapterDigest
 from graftwork_platform.catalog.catalog import newest_ready
 from graftwork_platform.catalog.names import check_adapter_name
@@ -19,8 +20,18 @@ from graftwork_platform.db import Database
 from graftwork_platform.errors import BadRequest, Conflict, NotFound, ServiceUnavailable
 from graftwork_platform.ids import show, uuid7
 from graftwork_platform.models import Adapter, AdapterVersion, Upload, UploadState, VersionState
+from graftwork_platform.publishing.blobs import Blobs
 from graftwork_platform.publishing.incoming import Incoming
-from graftwork_platform.publishing.manifest import FileEntry, Part, check_manifest, from_json, manifest_sha256, parts_of, to_json
+from graftwork_platform.publishing.manifest import (
+    FileEntry,
+    Part,
+    check_manifest,
+    check_path,
+    from_json,
+    manifest_sha256,
+    parts_of,
+    to_json,
+)
 from graftwork_platform.publishing.publisher import Publisher
 from graftwork_platform.settings import UploadLimits
 
@@ -43,6 +54,7 @@ class Uploads:
         self,
         database: Database,
         incoming: Incoming,
+        blobs: Blobs,
         publisher: Publisher,
         limits: UploadLimits,
         *,
@@ -51,6 +63,7 @@ class Uploads:
     ) -> None:
         self._database = database
         self._incoming = incoming
+        self._blobs = blobs
         self._publisher = publisher
         self._limits = limits
         self._base_name = base_name
@@ -61,7 +74,7 @@ class Uploads:
         """Promise files for a version of adapter ``name``. Raises `BadRequest`, `PayloadTooLarge`."""
         check_adapter_name(name, self._base_name)
         check_manifest(files, self._limits)
-        millis = int(self._now() * 1000)
+        millis = self._millis()
         upload = Upload(
             id=uuid7(self._now),
             tenant_id=tenant_id,
@@ -74,15 +87,28 @@ class Uploads:
             expires_at=millis + int(self._limits.expires_after * 1000),
         )
         await self._database.run_write(lambda session: session.add(upload))
-        return await self._view(upload)
+        return UploadView(upload, [part for file in files for part in parts_of(file, upload.part_bytes)], None)
 
     async def get(self, tenant_id: UUID, upload_id: UUID) -> UploadView:
-        """Raises `NotFound`."""
-        return await self._view(await self._load(tenant_id, upload_id))
+        """Raises `NotFound`, `ServiceUnavailable`."""
+        upload, version = await self._load(tenant_id, upload_id)
+        if upload.state != UploadState.UPLOADING:
+            return UploadView(upload, (), version)
+        files = from_json(upload.files)
+        try:
+            here = await asyncio.to_thread(self._incoming.received, upload.id, files, upload.part_bytes)
+        except StoreError as error:
+            raise _storage_unavailable(error) from error
+        missing = [p for file in files for p in parts_of(file, upload.part_bytes) if (p.path, p.number) not in here]
+        return UploadView(upload, missing, None)
 
     async def put_part(self, tenant_id: UUID, upload_id: UUID, path: str, number: int, body: AsyncIterator[bytes]) -> None:
-        """Receive one part; again replaces it. Raises `NotFound`, `BadRequest`, or `Conflict` once the upload is complete."""
-        upload = await self._load(tenant_id, upload_id)
+        """Receive one part; again replaces it.
+
+        Raises `NotFound`, `BadRequest`, `Conflict` once the upload is complete, or `ServiceUnavailable`.
+        """
+        check_path(path, "path")
+        upload, _ = await self._load(tenant_id, upload_id)
         if upload.state != UploadState.UPLOADING:
             raise Conflict(f"Upload {show('up', upload_id)} is {upload.state} and takes no more parts.", code="upload_closed")
         files = from_json(upload.files)
@@ -93,11 +119,10 @@ class Uploads:
         if not 1 <= number <= len(parts):
             raise BadRequest(f"`{path}` has parts 1 to {len(parts)}, not {number}.", param="part")
         try:
-            await self._incoming.receive(upload_id, files, parts[number - 1], body)
-        except FileNotFoundError as error:  # it was completed or swept while this part was on its way
-            raise Conflict(f"Upload {show('up', upload_id)} takes no more parts.", code="upload_closed") from error
-        except OSError as error:
-            raise _no_room(error) from error
+            key = await self._incoming.receive(upload_id, files, parts[number - 1], body)
+        except (OSError, StoreError) as error:
+            raise _storage_unavailable(error) from error
+        await self._check_in_time(tenant_id, upload_id, key)
 
     async def complete(self, tenant_id: UUID, upload_id: UUID) -> UploadView:
         """Check that all bytes are here and hand them to the publisher; once complete, completing again changes nothing.
@@ -105,109 +130,127 @@ class Uploads:
         The latest version's own files again are that version, at once. Raises `NotFound`, `BadRequest` for missing or wrong bytes,
         `Conflict` for an upload that expired or is just being completed.
         """
-        upload = await self._load(tenant_id, upload_id)
+        upload, version = await self._load(tenant_id, upload_id)
         if upload.state == UploadState.EXPIRED:
             raise Conflict(f"Upload {show('up', upload_id)} has expired; start a new one.", code="upload_expired")
         if upload.state != UploadState.UPLOADING:
-            return await self._view(upload)
+            return UploadView(upload, (), version)
         if upload_id in self._completing:
             raise Conflict(f"Upload {show('up', upload_id)} is being completed.", code="upload_busy")
         self._completing.add(upload_id)
         try:
-            completed = await self._complete(upload)
+            await self._complete(upload)
         finally:
             self._completing.discard(upload_id)
-        return await self._view(completed)
+        return await self.complete(tenant_id, upload_id)  # as it is now, be it another server's doing
 
-    async def _complete(self, upload: Upload) -> Upload:
+    async def _complete(self, upload: Upload) -> None:
         files = from_json(upload.files)
         try:
             await asyncio.to_thread(self._incoming.assemble, upload.id, files, upload.part_bytes)
-        except OSError as error:
-            raise _no_room(error) from error
-        same = await self._same_as_latest(upload, manifest_sha256(files))
+        except BlobNotFound as error:
+            raise Conflict(f"A part of upload {show('up', upload.id)} is being sent again.", code="upload_busy") from error
+        except (OSError, StoreError) as error:
+            raise _storage_unavailable(error) from error
+        manifest = manifest_sha256(files)
+        same = await self._same_as_latest(upload, manifest)
 
-        def work(session: Session) -> Upload:
-            row = session.get_one(Upload, upload.id)
-            if row.state != UploadState.UPLOADING:
-                return row  # a sweep came first
-            row.version_id = same or self._new_version(session, row, manifest_sha256(files)).id
-            row.state = UploadState.READY if same else UploadState.VALIDATING
-            return row
+        def work(session: Session) -> UploadState:
+            row = session.get_one(Upload, upload.id, with_for_update=True)
+            if row.state == UploadState.UPLOADING:  # else a sweep came first, or another server
+                adapter = self._locked_adapter(session, row)
+                newest = newest_ready(session, adapter.id)
+                row.version_id = same if newest and newest.id == same else self._new_version(session, adapter, manifest).id
+                row.state = UploadState.READY if row.version_id == same else UploadState.VALIDATING
+            return UploadState(row.state)
 
-        completed = await self._database.run_write(work)
-        if completed.state == UploadState.VALIDATING:
+        if await self._database.run_write(work) == UploadState.VALIDATING:
             self._publisher.submit(upload.id)
-        else:
+            return
+        try:
             await asyncio.to_thread(self._incoming.drop, upload.id)
-        return completed
+        except StoreError:
+            _log.exception("the parts of %s could not be dropped; a sweep will do it", show("up", upload.id))
 
     async def _same_as_latest(self, upload: Upload, manifest: str) -> UUID | None:
         """The newest version's id if it was made of exactly these files and can still be served."""
 
         def work(session: Session) -> AdapterVersion | None:
-            adapter = _adapter(session, upload.tenant_id, upload.adapter_name)
-            newest = newest_ready(session, adapter.id) if adapter else None
+            query = select(Adapter.id).where(Adapter.tenant_id == upload.tenant_id, Adapter.name == upload.adapter_name)
+            adapter_id = session.scalar(query)
+            newest = newest_ready(session, adapter_id) if adapter_id else None
             return newest if newest and newest.manifest_sha256 == manifest else None
 
         newest = await self._database.run_read(work)
-        if newest is None or newest.digest is None or not await self._publisher.is_stored(AdapterDigest(newest.digest)):
+        if newest is None or newest.digest is None or not await self._blobs.is_stored(AdapterDigest(newest.digest)):
             return None  # also where its blobs vanished: publishing them again heals it
         return newest.id
 
-    def _new_version(self, session: Session, upload: Upload, manifest: str) -> AdapterVersion:
-        millis = int(self._now() * 1000)
+    def _locked_adapter(self, session: Session, upload: Upload) -> Adapter:
+        """The upload's adapter, made unless it is there; deleted or not."""
         adapter = _adapter(session, upload.tenant_id, upload.adapter_name)
-        if adapter is None:
-            adapter = Adapter(
-                id=uuid7(self._now),
-                tenant_id=upload.tenant_id,
-                name=upload.adapter_name,
-                next_version=1,
-                created_at=millis,
-            )
-            session.add(adapter)
-            session.flush()
+        if adapter is not None:
+            return adapter
+        adapter = Adapter(
+            id=uuid7(self._now),
+            tenant_id=upload.tenant_id,
+            name=upload.adapter_name,
+            next_version=1,
+            created_at=self._millis(),
+        )
+        session.add(adapter)
+        session.flush()  # if another server makes it at the same time, all this is done again and finds it
+        return adapter
+
+    def _new_version(self, session: Session, adapter: Adapter, manifest: str) -> AdapterVersion:
         adapter.deleted_at = None
         version = AdapterVersion(
             id=uuid7(self._now),
-            tenant_id=upload.tenant_id,
+            tenant_id=adapter.tenant_id,
             adapter_id=adapter.id,
             manifest_sha256=manifest,
             state=VersionState.VALIDATING,
             report=[],
             attempts=0,
-            created_at=millis,
+            created_at=self._millis(),
         )
         session.add(version)
         session.flush()
         return version
 
-    async def _load(self, tenant_id: UUID, upload_id: UUID) -> Upload:
-        query = select(Upload).where(Upload.tenant_id == tenant_id, Upload.id == upload_id)
-        upload = await self._database.run_read(lambda session: session.scalar(query))
-        if upload is None:
+    async def _check_in_time(self, tenant_id: UUID, upload_id: UUID, key: str) -> None:
+        """Take a part back that came behind the upload's end. While it is validated all parts stay: this one may be in use."""
+        upload, _ = await self._load(tenant_id, upload_id)
+        if upload.state == UploadState.UPLOADING:
+            return
+        if upload.state != UploadState.VALIDATING:
+            try:
+                await asyncio.to_thread(self._incoming.forget, key)
+            except StoreError:
+                _log.exception("%s could not be deleted; a sweep will do it", key)
+        raise Conflict(f"Upload {show('up', upload_id)} takes no more parts.", code="upload_closed")
+
+    async def _load(self, tenant_id: UUID, upload_id: UUID) -> tuple[Upload, AdapterVersion | None]:
+        """The upload and its version, of one moment: a verdict can put another version in a version's place."""
+        query = (
+            select(Upload, AdapterVersion)
+            .outerjoin(AdapterVersion, AdapterVersion.id == Upload.version_id)
+            .where(Upload.tenant_id == tenant_id, Upload.id == upload_id)
+        )
+        row = await self._database.run_read(lambda session: session.execute(query).first())
+        if row is None:
             raise NotFound(f"No upload {show('up', upload_id)} in this tenant.", code="upload_not_found")
-        return upload
+        return row[0], row[1]
 
-    async def _view(self, upload: Upload) -> UploadView:
-        if upload.version_id is not None:
-            version_id = upload.version_id
-            version = await self._database.run_read(lambda session: session.get_one(AdapterVersion, version_id))
-            return UploadView(upload, (), version)
-        if upload.state != UploadState.UPLOADING:
-            return UploadView(upload, (), None)
-        files = from_json(upload.files)
-        here = await asyncio.to_thread(self._incoming.received, upload.id, files, upload.part_bytes)
-        missing = [p for file in files for p in parts_of(file, upload.part_bytes) if (p.path, p.number) not in here]
-        return UploadView(upload, missing, None)
+    def _millis(self) -> int:
+        return int(self._now() * 1000)
 
 
-def _no_room(error: OSError) -> ServiceUnavailable:
-    _log.error("an upload cannot be written: %s", error)
-    return ServiceUnavailable("The server cannot write this upload at the moment.", code="storage_unavailable", retry_after=30)
+def _storage_unavailable(error: OSError | StoreError) -> ServiceUnavailable:
+    _log.error("an upload cannot be stored: %s", error)
+    return ServiceUnavailable("The server cannot store this upload at the moment.", code="storage_unavailable", retry_after=30)
 
 
 def _adapter(session: Session, tenant_id: UUID, name: str) -> Adapter | None:
-    """The row of that name, deleted or not."""
-    return session.scalar(select(Adapter).where(Adapter.tenant_id == tenant_id, Adapter.name == name))
+    """The row of that name, deleted or not, locked."""
+    return session.scalar(select(Adapter).where(Adapter.tenant_id == tenant_id, Adapter.name == name).with_for_update())

@@ -25,7 +25,9 @@ from graftwork_engine.errors import UnsupportedModel
 from graftwork_engine.lifeline import die_with_parent
 from graftwork_platform.app import create_app
 from graftwork_platform.context import build_services
-from graftwork_platform.db import UnsupportedDatabase
+from graftwork_platform.db import DatabaseUnavailable
+from graftwork_platform.db_url import UnsupportedDatabase
+from graftwork_platform.keys.claim import claim
 from graftwork_platform.secrets import BadSecret
 from graftwork_platform.serve.supervisor import EXIT_CONFIG
 from graftwork_platform.settings import Settings
@@ -89,6 +91,10 @@ async def answer(config: ApiConfig, listener: socket.socket) -> None:
     settings = config.settings
     spec = load_base_spec(settings.model_dir, settings.cache_dir, name=settings.base_name)
     services = build_services(settings, spec, open_store(settings.store))
+    try:
+        await services.database.run_write(lambda session: claim(session, services.secrets))
+    except DatabaseUnavailable:
+        logger.warning("the database is away; requests are answered 503 until it is back")
     engine = EngineClient(config.engine_endpoint)
     app = create_app(services, engine, ModelText.from_dir(settings.model_dir))
     limit = math.ceil(settings.shutdown_grace + LAST_WORDS_S)

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,12 +23,17 @@ import msgspec
 import typer
 
 from graftwork_adapters.base_spec import load_base_spec
-from graftwork_adapters.errors import UnsupportedBase
+from graftwork_adapters.errors import StoreError, StoreUnavailable, UnsupportedBase
 from graftwork_adapters.publish_job import ServingMemory
 from graftwork_adapters.store import StoreConfig
+from graftwork_adapters.stores import prepare_store
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.errors import ConfigError
 from graftwork_platform.admin.client import AdminClient, CallFailed
+from graftwork_platform.db import Database, DatabaseUnavailable
+from graftwork_platform.db_url import UnsupportedDatabase, check_url, sqlite_path
+from graftwork_platform.keys.claim import claim
+from graftwork_platform.secrets import BadSecret, load_or_create
 from graftwork_platform.serve.api_process import LAST_WORDS_S, ApiConfig, encode_config
 from graftwork_platform.serve.data_dir import DataDirBusy, locked
 from graftwork_platform.serve.seed import Seed, SeedFailed, example_curl, plant, read_seed
@@ -39,6 +44,8 @@ from graftwork_platform.settings import (
     ClientSettings,
     PublishLimits,
     Settings,
+    client_settings,
+    given_secrets,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,6 +55,8 @@ ENGINE_STOP_S = 10.0
 
 _LONGEST_SOCKET_FOLDER = 90
 """Bytes; the kernel bounds a socket's whole path to 107."""
+
+_KEY_ELSEWHERE = "another server on this database made it: take its DATA_DIR/admin.key, or set GRAFTWORK_ADMIN_KEY"
 
 
 class CannotServe(Exception):
@@ -145,7 +154,7 @@ def serve(
         }
         engine = _engine_config(settings, chosen, prefix_caching=prefix_caching)
         run(ServePlan(_publishing_for(engine, settings), engine, seed, as_json))
-    except (CannotServe, ChildFailed, ConfigError, DataDirBusy, OSError, SeedFailed, UnsupportedBase) as error:
+    except (CannotServe, ChildFailed, ConfigError, DataDirBusy, OSError, SeedFailed, UnsupportedBase, UnsupportedDatabase) as error:
         typer.echo(json.dumps({"error": {"message": str(error)}}) if as_json else f"Error: {error}", err=not as_json)
         raise typer.Exit(1) from error
 
@@ -185,8 +194,11 @@ def run(plan: ServePlan) -> None:
     os.umask(0o077)  # whatever this server and its children write is their owner's alone
     with ExitStack() as stack:
         stack.enter_context(locked(settings.lock_file))
+        _prepare_store(settings.store)
         load_base_spec(settings.model_dir, settings.cache_dir)  # refuses a base by name now, and leaves its id for the children
+        _lock_file_of_database(stack, settings.database)
         _migrate(settings.database)
+        _claim_database(settings)
         listener = stack.enter_context(_listen(settings.host, settings.port))
         address, port = listener.getsockname()[:2]
         url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
@@ -215,12 +227,45 @@ def _socket_folder(data_dir: Path) -> Iterator[Path]:
             yield Path(temporary)
 
 
+def _prepare_store(config: StoreConfig) -> None:
+    """Refuses a store that is not there, or not ours, before a model is loaded for it."""
+    try:
+        prepare_store(config)
+    except StoreUnavailable as error:
+        next_step = f"; {error.fix}" if error.fix else ""
+        raise CannotServe(f"the object store at {config.url} cannot be used: {error}{next_step}") from error
+    except StoreError as error:
+        raise CannotServe(str(error)) from error
+
+
 def _migrate(database_url: str) -> None:
-    """In a process of its own, since this room may not import the migrations."""
-    command = [sys.executable, "-m", "graftwork_migrations", "upgrade", "--database-url", database_url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    """In a process of its own, since this room may not import the migrations; the URL with its password is told, not shown."""
+    command = [sys.executable, "-m", "graftwork_migrations", "upgrade", "--database-url", "-"]
+    done = subprocess.run(command, input=f"{database_url}\n", capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CannotServe(f"the database cannot be brought up to date: {done.stderr.strip()[-2000:]}")
+
+
+def _lock_file_of_database(stack: ExitStack, database_url: str) -> None:
+    """A SQLite file has one server, whatever data directories others have; PostgreSQL has many."""
+    path = sqlite_path(check_url(database_url))
+    if path is None:
+        return
+    path = path.resolve()
+    try:
+        stack.enter_context(locked(path.with_name(f"{path.name}.lock")))
+    except DataDirBusy:
+        raise CannotServe(f"{path} is in use by another server, and SQLite has one: stop it, or give both PostgreSQL") from None
+
+
+def _claim_database(settings: Settings) -> None:
+    """Refuses a database whose keys were made with other secrets, before a model is loaded for it."""
+    try:
+        secrets = load_or_create(settings.secrets_dir, given_secrets())
+        with closing(Database(settings.database)) as database:
+            database.write_now(lambda session: claim(session, secrets))
+    except (BadSecret, DatabaseUnavailable) as error:
+        raise CannotServe(str(error)) from error
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -285,8 +330,10 @@ class _Greeter(threading.Thread):
         keys_dir = settings.data_dir / "demo"
         curl = None
         if self._seed is not None and self._plan.seed_file is not None:
-            admin_key = settings.admin_key_file.read_text().strip()
-            with AdminClient(ClientSettings(self._url, admin_key)) as client:
+            speaker = client_settings(url=self._url, admin_key=None, data_dir=settings.data_dir)
+            if speaker.admin_key is None:
+                raise CannotServe(f"planting the seed needs the admin key: {_KEY_ELSEWHERE}")
+            with AdminClient(speaker) as client:
                 plant(self._seed, self._plan.seed_file.parent, client, keys_dir, say)
             curl = example_curl(self._seed, self._url, keys_dir)
         self._show(keys_dir if self._seed is not None else None, curl)
@@ -294,20 +341,22 @@ class _Greeter(threading.Thread):
     def _ready(self) -> bool:
         try:
             with AdminClient(ClientSettings(self._url, None)) as client:
-                return self._plan.settings.admin_key_file.exists() and client.is_ready()
+                return client.is_ready()
         except CallFailed:
             return False
 
     def _show(self, keys_dir: Path | None, curl: str | None) -> None:
         settings = self._plan.settings
+        key_file = settings.admin_key_file if settings.admin_key_file.exists() else None
         if self._plan.as_json:
-            facts = {"url": self._url, "pid": os.getpid(), "admin_key_file": str(settings.admin_key_file), "curl": curl}
+            shown = None if key_file is None else str(key_file)
+            facts = {"url": self._url, "pid": os.getpid(), "admin_key_file": shown, "curl": curl}
             typer.echo(json.dumps(facts))
             return
         lines = [
             "",
             f"Graftwork serves {settings.base_name} at {self._url}",
-            f"  admin key     {settings.admin_key_file}",
+            f"  admin key     {key_file or _KEY_ELSEWHERE}",
             *([f"  tenants' keys {keys_dir}/"] if keys_dir is not None else []),
             f"  administer    {_own_command()} tenants list --url {self._url} --data-dir {shlex.quote(str(settings.data_dir))}",
             "  stop          Ctrl-C",

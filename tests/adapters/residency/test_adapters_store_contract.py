@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 
 import pytest
 
-from graftwork_adapters.errors import BlobNotFound, InvalidKey
-from graftwork_adapters.folder_store import FolderStore
-from graftwork_adapters.store import ObjectStore
+from graftwork_adapters.errors import BlobNotFound, InvalidKey, StoreUnavailable
+from graftwork_adapters.store import ObjectStore, StoreConfig
+from graftwork_adapters.stores import open_store
 
 
-@pytest.fixture(params=["folder"])
+@pytest.fixture(params=["folder", "s3"])
 def store(request, tmp_path) -> ObjectStore:
-    drivers = {"folder": lambda: FolderStore(tmp_path / "store")}
-    return drivers[request.param]()
+    if request.param == "s3":
+        return open_store(request.getfixturevalue("s3_config"))
+    return open_store(StoreConfig(str(tmp_path / "store")))
 
 
 def file_of(tmp_path: Path, data: bytes, name: str = "source") -> Path:
@@ -90,6 +92,50 @@ def test_prefixes_end_at_slashes_and_keys_are_listed_in_order(store, tmp_path):
         store.list_keys("uploads/abc")
 
 
+def test_names_that_begin_alike_are_told_apart(store, tmp_path):
+    """B155: ids 1 to 5 found the files of 10 to 50."""
+    names = ["1", "10", "11", "a", "ab", "a-b", "a.b"]
+    for name in names:
+        for file in ("config", "weights"):
+            assert store.put_if_absent(f"uploads/{name}/{file}", file_of(tmp_path, f"{name} {file}".encode()))
+    for name in names:
+        assert list(store.list_keys(f"uploads/{name}/")) == [f"uploads/{name}/config", f"uploads/{name}/weights"]
+        store.fetch(f"uploads/{name}/weights", tmp_path / f"copy of {name}")
+        assert (tmp_path / f"copy of {name}").read_bytes() == f"{name} weights".encode()
+        assert not store.exists(f"uploads/{name}")
+
+
+def test_a_prefix_of_other_keys_is_no_blob(store, tmp_path):
+    store.put_if_absent("uploads/a/b", file_of(tmp_path, b"x"))
+    with pytest.raises(InvalidKey):
+        store.put_if_absent("uploads/a", file_of(tmp_path, b"x"))
+    store.delete("uploads/a")
+    assert not store.exists("uploads/a")
+    assert store.exists("uploads/a/b")
+
+
+def test_an_empty_blob_is_a_blob(store, tmp_path):
+    assert store.put_if_absent("packed/empty", file_of(tmp_path, b""))
+    assert not store.put_if_absent("packed/empty", file_of(tmp_path, b"x"))
+    store.fetch("packed/empty", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b""
+
+
+def test_a_file_is_never_fetched_over_another(store, tmp_path):
+    store.put_if_absent("packed/a", file_of(tmp_path, b"new"))
+    kept = file_of(tmp_path, b"kept", "dest")
+    with pytest.raises(StoreUnavailable, match="File exists"):
+        store.fetch("packed/a", kept)
+    assert kept.read_bytes() == b"kept"
+
+
+def test_a_source_that_is_not_there_is_an_error_of_the_store(store, tmp_path):
+    with pytest.raises(StoreUnavailable, match="No such file") as caught:
+        store.put_if_absent("packed/a", tmp_path / "absent")
+    assert str(tmp_path) not in str(caught.value)
+    assert not store.exists("packed/a")
+
+
 def test_deleting_is_idempotent_and_the_key_can_be_put_again(store, tmp_path):
     store.put_if_absent("packed/a", file_of(tmp_path, b"first"))
     store.delete("packed/a")
@@ -98,21 +144,35 @@ def test_deleting_is_idempotent_and_the_key_can_be_put_again(store, tmp_path):
     assert store.put_if_absent("packed/a", file_of(tmp_path, b"second"))
 
 
-BAD_KEYS = ["", "/", "/etc/passwd", "../x", "a/../b", "a//b", "a/", "./a", "a/.", "a\0b", ".incoming/x", "x" * 300, "a/\ud800"]
+BAD_KEYS = [
+    "",
+    "/",
+    "/etc/passwd",
+    "../x",
+    "a/../b",
+    "a//b",
+    "a/",
+    "./a",
+    "a/.",
+    "a\0b",
+    ".incoming/x",
+    "x" * 300,
+    "/".join(["x" * 100] * 9),
+    "a/\ud800",
+]
 
 
-@pytest.mark.parametrize("key", BAD_KEYS)
-def test_names_that_are_not_keys_are_refused_by_every_call(store, tmp_path, key):
+def test_names_that_are_not_keys_are_refused_by_every_call(store, tmp_path):
     source = file_of(tmp_path, b"x")
     before = sorted(tmp_path.rglob("*"))
     calls = [
-        lambda: store.put_if_absent(key, source),
-        lambda: store.fetch(key, tmp_path / "copy"),
-        lambda: store.exists(key),
-        lambda: store.delete(key),
-        lambda: store.list_keys(key + "/"),
+        lambda key: store.put_if_absent(key, source),
+        lambda key: store.fetch(key, tmp_path / "copy"),
+        lambda key: store.exists(key),
+        lambda key: store.delete(key),
+        lambda key: store.list_keys(key + "/"),
     ]
-    for call in calls:
+    for key, call in itertools.product(BAD_KEYS, calls):
         with pytest.raises(InvalidKey):
-            call()
+            call(key)
     assert sorted(tmp_path.rglob("*")) == before

@@ -7,7 +7,8 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
@@ -24,16 +25,18 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from graftwork_adapters.base_spec import BaseSpec
 from graftwork_adapters.stores import open_store
-from graftwork_engine.client import GenerationRequest
-from graftwork_engine.messages import OutItem, Ready
+from graftwork_engine.messages import Orphans, OutItem, Ready
+from graftwork_engine.streams import GenerationRequest
 from graftwork_migrations.runner import upgrade
 from graftwork_platform.app import create_app
 from graftwork_platform.context import Services, build_services
 from graftwork_platform.ids import parse, uuid7
+from graftwork_platform.journal.records import Close, Reading
 from graftwork_platform.models import Adapter, AdapterVersion, Usage, VersionState
 from graftwork_platform.settings import Settings
 from graftwork_platform.text.model_text import ModelText
 from graftwork_platform.text.tokenizer import Tokenizer
+from graftwork_platform.usage import UsageRow
 
 BASE = "tiny-base"
 MAX_MODEL_LEN = 256
@@ -80,6 +83,51 @@ def build_model_dir(path: Path) -> Path:
     return path
 
 
+class ScriptedStreams:
+    """Runs the scripts of a group's requests side by side. ``tasks``: those that have not ended."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+        self.items: asyncio.Queue[tuple[str, OutItem | Exception]] = asyncio.Queue()
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def add(self, request: GenerationRequest) -> None:
+        self.engine.requests.append(request)
+        script = self.engine.scripts.popleft() if self.engine.scripts else self.engine.say("hello world")
+        self.tasks[request.request_id] = asyncio.create_task(self._run(request, script))
+
+    async def _run(self, request: GenerationRequest, script: Script) -> None:
+        try:
+            async for item in script(request):
+                self.items.put_nowait((request.request_id, item))
+        except Exception as error:  # noqa: BLE001 — the reader is told
+            self.items.put_nowait((request.request_id, error))
+
+    def __aiter__(self) -> ScriptedStreams:
+        return self
+
+    async def __anext__(self) -> OutItem:
+        while self.tasks:
+            request_id, item = await self.items.get()
+            if request_id not in self.tasks:
+                continue
+            if isinstance(item, Exception) or item.finish is not None:
+                await self.end(request_id)
+            if isinstance(item, Exception):
+                raise item
+            return item
+        raise StopAsyncIteration
+
+    async def stop(self, request_id: str, output_index: int) -> None:
+        self.engine.stopped.append((request_id, output_index))
+        await self.end(request_id)
+
+    async def end(self, request_id: str) -> None:
+        task = self.tasks.pop(request_id)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 @dataclass
 class ScriptedEngine:
     """Follows the next script for each request, or says "hello world"."""
@@ -88,6 +136,7 @@ class ScriptedEngine:
     scripts: deque[Script] = field(default_factory=deque)
     requests: list[GenerationRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    stopped: list[tuple[str, int]] = field(default_factory=list)
     healthy: bool = True
     info: Ready | None = None
     stats: Mapping[str, float] = field(default_factory=dict)
@@ -101,23 +150,21 @@ class ScriptedEngine:
     async def __aexit__(self, *error: object) -> None:
         self.healthy = False
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutItem, None]:
-        self.requests.append(request)
-        script = self.scripts.popleft() if self.scripts else self.say("hello world")
-        finished = False
+    @asynccontextmanager
+    async def streams(self) -> AsyncIterator[ScriptedStreams]:
+        group = ScriptedStreams(self)
         try:
-            async for item in script(request):
-                finished = item.finish is not None
-                yield item
-            finished = True
-        except (GeneratorExit, asyncio.CancelledError):
-            raise
-        except Exception:
-            finished = True
-            raise
+            yield group
         finally:
-            if not finished:
-                self.aborted.append(request.request_id)
+            for request_id in list(group.tasks):
+                await group.end(request_id)
+                self.aborted.append(request_id)
+
+    async def claim_orphans(self, request_ids: Sequence[str], *, wait_s: float) -> Orphans:
+        return Orphans("e1", [], [])
+
+    async def settle_orphans(self, request_ids: Sequence[str]) -> None:
+        pass
 
     def say(self, words: str, *, then: Exception | None = None, pause: float = 0.0, cached: int = 0, stop: bool = True) -> Script:
         """One token an item, then EOS; or the first ``max_tokens`` of them; or an error."""
@@ -170,22 +217,26 @@ class Server:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.http.post(f"{self.url}/v1/{path}", content=content, headers=self.headers(**headers))
 
-    def usage(self, request_id: str) -> list[Usage]:
-        """A request's rows, read through a connection of its own."""
+    def usage(self, request_id: str) -> Usage:
+        """The one row of a request, which is in the database a moment after its end; read through a connection of its own."""
         key = parse("req", request_id)
         engine = create_engine(self.database)
-        with Session(engine) as session:
-            rows = list(session.scalars(select(Usage).where(Usage.request_id == key)))
-        engine.dispose()
-        return rows
-
-    def wait_for_usage(self, request_id: str) -> Usage:
-        """The one row of a request whose client has gone."""
         deadline = time.monotonic() + 10
-        while not (rows := self.usage(request_id)) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        rows: list[Usage] = []
+        while not rows and time.monotonic() < deadline:
+            time.sleep(0.002)
+            with Session(engine) as session:
+                rows = list(session.scalars(select(Usage).where(Usage.request_id == key)))
+        engine.dispose()
         [row] = rows
         return row
+
+    def durable(self, request_id: str) -> list[UsageRow]:
+        """The final rows of a request in the journal, as whoever comes after a crash would read them."""
+        key = parse("req", request_id)
+        segments = sorted((self.services.settings.data_dir / "journal").glob("*/*"))
+        records = [record for path in segments if path.is_file() for record in Reading(path.read_bytes())]
+        return [record.row for record in records if isinstance(record, Close) and record.row.request_id == key]
 
     def add_adapter(self, name: str, versions: int = 1) -> list[AdapterVersion]:
         """Ready versions of an adapter of the first tenant, without any blob."""
@@ -275,6 +326,7 @@ def server(running_server: Server) -> Iterator[Server]:
     engine.scripts.clear()
     engine.requests.clear()
     engine.aborted.clear()
+    engine.stopped.clear()
     engine.healthy = True
     yield running_server
     assert not engine.scripts, "a script was not used"

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from uuid import UUID
 
+import msgspec
 import pytest
 
 from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt, BlobNotFound, StoreUnavailable
 from graftwork_adapters.keys import AdapterDigest, PackedKey
 from graftwork_engine.errors import ErrorCode, RequestFailed
 from graftwork_engine.messages import OutItem, Sampling
+from graftwork_engine.request import FinishReason
 from graftwork_platform.catalog.catalog import ResolvedModel
 from graftwork_platform.errors import PlatformError
-from graftwork_platform.inference.admission import Admitted, Origin
+from graftwork_platform.inference.admission import Admitted, Origin, Prompt
 from graftwork_platform.inference.generation import Generator, Tally
+from graftwork_platform.inference.output import Delta, StopRule
 from graftwork_platform.inference.sse import ClientGone, EventStream, event, until_disconnect
 from graftwork_platform.inference.watchdog import Watchdog
 from graftwork_platform.keys.ring import Caller
@@ -28,43 +32,90 @@ CALLER = Caller(UUID(int=1), "acme", UUID(int=2), None, b"salt")
 ADMITTED = Admitted(
     origin=Origin(CALLER, UUID(int=7 << 76 | 2 << 62), "job", 1000.0),
     model=ResolvedModel("triage", 1, AdapterDigest("d" * 64), UUID(int=3)),
-    prompt_ids=[1, 2, 3],
-    sampling=Sampling(max_tokens=5, seed=1),
+    prompts=(Prompt([1, 2, 3], Sampling(max_tokens=5, seed=1)),),
     adapter_key=PackedKey("k" * 64),
+    n=1,
+    stop=StopRule(),
+    echo=False,
 )
 
 
 class Engine:
-    """Each call follows the next list: items, or an exception to raise, or None to wait for ever."""
+    """Each added request follows the next list: items, or an exception to raise, or None to wait for ever."""
 
     healthy, info, stats = True, None, {}
 
     def __init__(self, *scripts) -> None:
         self.scripts = list(scripts)
         self.requests = []
+        self.stopped = []
+        self.log = []
         self.closed = 0
 
-    async def generate(self, request):
-        self.requests.append(request)
+    @asynccontextmanager
+    async def streams(self):
         try:
-            for step in self.scripts.pop(0):
-                if isinstance(step, Exception):
-                    raise step
-                if step is None:
-                    await asyncio.Event().wait()
-                yield step
+            yield Streams(self)
         finally:
-            await asyncio.sleep(0)  # as the real one does, to send its abort
+            await asyncio.sleep(0)  # as the real one does, to send its aborts
             self.closed += 1
 
 
-class Recorder:
-    def __init__(self, failure: Exception | None = None, gate: asyncio.Event | None = None) -> None:
+class Streams:
+    """The items of all requests that are there, in turn."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.running = {}
+
+    async def add(self, request) -> None:
+        self.engine.requests.append(request)
+        self.engine.log.append(f"add {request.request_id[36:]}")
+        self.running[request.request_id] = list(self.engine.scripts.pop(0))
+
+    async def stop(self, request_id: str, output_index: int) -> None:
+        self.engine.stopped.append((request_id, output_index))
+        del self.running[request_id]
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self) -> OutItem:
+        if not any(self.running.values()):
+            raise StopAsyncIteration
+        request_id, steps = next((name, steps) for name, steps in self.running.items() if steps)
+        step = steps.pop(0)
+        self.running[request_id] = self.running.pop(request_id)  # to the end of the queue
+        if isinstance(step, Exception):
+            raise step
+        if step is None:
+            await asyncio.Event().wait()
+        self.engine.log.append(f"item {request_id[36:]}")
+        return msgspec.structs.replace(step, request_id=request_id)
+
+
+class Ledger:
+    """Keeps what it is told. A row waits for the gate, or is refused with ``failure``; ``shut`` refuses to open."""
+
+    def __init__(self, failure: Exception | None = None, gate: asyncio.Event | None = None, shut: Exception | None = None) -> None:
+        self.opened = []
+        self.counts = {}
         self.rows = []
         self.failure = failure
         self.gate = gate
+        self.shut = shut
 
-    async def record(self, row) -> None:
+    def open(self, row, engine_ids):
+        if self.shut is not None:
+            raise self.shut
+        self.opened.append((row, list(engine_ids)))
+        return self
+
+    def count(self, engine_id: str, output_tokens: int, cached_tokens: int) -> None:
+        assert engine_id in self.opened[0][1]
+        self.counts[engine_id] = (output_tokens, cached_tokens)
+
+    async def close(self, row) -> None:
         self.rows.append(row)
         if self.gate is not None:
             await self.gate.wait()
@@ -87,41 +138,46 @@ def item(place: int, finish: str | None = None) -> OutItem:
     return OutItem("r", place, [40 + place], finish=finish, cached_tokens=2)
 
 
-def generator(engine: Engine, recorder: Recorder, packer: Packer | None = None, now: float = 1010.0) -> Generator:
-    return Generator(engine, recorder, packer or Packer(), timeout=30.0, observe=lambda _row: None, now=lambda: now)
+@pytest.fixture
+def generator(model_text):
+    def make(engine: Engine, ledger: Ledger, packer: Packer | None = None, **changes) -> Generator:
+        options = {"timeout": 30.0, "observe": lambda _row: None, "now": lambda: 1010.0} | changes
+        return Generator(engine, ledger, packer or Packer(), model_text.tokenizer, **options)
+
+    return make
 
 
-async def collect(running) -> list[OutItem]:
-    async with aclosing(running) as items:
-        return [each async for each in items]
+async def collect(running) -> list[Delta]:
+    async with aclosing(running) as deltas:
+        return [each async for each in deltas]
 
 
-def test_a_missing_packed_form_is_rebuilt_and_the_request_runs_again() -> None:
-    engine, recorder, packer = Engine([MISSING], [item(0), item(1, "stop")]), Recorder(), Packer()
-    items = asyncio.run(collect(generator(engine, recorder, packer).run(ADMITTED, Tally(3))))
+def test_a_missing_packed_form_is_rebuilt_and_the_request_runs_again(generator) -> None:
+    engine, ledger, packer = Engine([MISSING], [item(0), item(1, "stop")]), Ledger(), Packer()
+    items = asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally(3))))
     assert [each.token_ids for each in items] == [[40], [41]]
     assert packer.calls == ["d" * 64]
     first, second = engine.requests
     assert first == second
     assert (first.timeout_s, first.adapter_key, first.cache_salt) == (20.0, "k" * 64, b"salt")
-    [row] = recorder.rows
+    [row] = ledger.rows
     assert (row.status, row.prompt_tokens, row.cached_tokens, row.output_tokens) == ("completed", 3, 2, 2)
     assert engine.closed == 2
 
 
-def test_it_is_rebuilt_once_only() -> None:
-    engine, recorder, packer = Engine([MISSING], [MISSING]), Recorder(), Packer()
+def test_it_is_rebuilt_once_only(generator) -> None:
+    engine, ledger, packer = Engine([MISSING], [MISSING]), Ledger(), Packer()
     with pytest.raises(PlatformError, match="`triage`") as caught:
-        asyncio.run(collect(generator(engine, recorder, packer).run(ADMITTED, Tally(3))))
-    assert (caught.value.status, len(packer.calls), len(recorder.rows)) == (503, 1, 1)
+        asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally(3))))
+    assert (caught.value.status, len(packer.calls), len(ledger.rows)) == (503, 1, 1)
 
 
-def test_nothing_is_rebuilt_after_the_first_token() -> None:
-    engine, recorder, packer = Engine([item(0), MISSING]), Recorder(), Packer()
+def test_nothing_is_rebuilt_after_the_first_token(generator) -> None:
+    engine, ledger, packer = Engine([item(0), MISSING]), Ledger(), Packer()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(engine, recorder, packer).run(ADMITTED, Tally(3))))
+        asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally(3))))
     assert (caught.value.status, packer.calls) == (503, [])
-    assert (recorder.rows[0].prompt_tokens, recorder.rows[0].output_tokens) == (3, 1)
+    assert (ledger.rows[0].prompt_tokens, ledger.rows[0].output_tokens) == (3, 1)
 
 
 @pytest.mark.parametrize(
@@ -134,64 +190,105 @@ def test_nothing_is_rebuilt_after_the_first_token() -> None:
         (TimeoutError(), 504, "timeout"),
     ],
 )
-def test_a_rebuild_that_fails(failure: Exception, status: int, code: str) -> None:
-    recorder = Recorder()
+def test_a_rebuild_that_fails(generator, failure: Exception, status: int, code: str) -> None:
+    ledger = Ledger()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(Engine([MISSING]), recorder, Packer(failure)).run(ADMITTED, Tally(3))))
+        asyncio.run(collect(generator(Engine([MISSING]), ledger, Packer(failure)).run(ADMITTED, Tally(3))))
     assert (caught.value.status, caught.value.code) == (status, code)
-    assert [row.status for row in recorder.rows] == ["failed"]
+    assert [row.status for row in ledger.rows] == ["failed"]
 
 
-def test_a_request_the_engine_stops_by_itself_has_failed() -> None:
-    recorder = Recorder()
+def test_a_request_the_engine_stops_by_itself_has_failed(generator) -> None:
+    ledger = Ledger()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(Engine([item(0), item(1, "abort")]), recorder).run(ADMITTED, Tally(3))))
-    assert (caught.value.status, recorder.rows[0].status, recorder.rows[0].output_tokens) == (503, "failed", 2)
+        asyncio.run(collect(generator(Engine([item(0), item(1, "abort")]), ledger).run(ADMITTED, Tally(3))))
+    assert (caught.value.status, ledger.rows[0].status, ledger.rows[0].output_tokens) == (503, "failed", 1)
 
 
 @pytest.mark.parametrize("script", [[None], [item(0), None], [MISSING]])
-def test_an_engine_that_never_answers_is_not_waited_for_for_ever(script: list) -> None:
-    engine, recorder = Engine(script), Recorder()
+def test_an_engine_that_never_answers_is_not_waited_for_for_ever(generator, script: list) -> None:
+    engine, ledger = Engine(script), Ledger()
 
     async def pack(_digest) -> None:
         await asyncio.Event().wait()
 
-    late = Generator(engine, recorder, pack, timeout=30.0, observe=lambda _row: None, grace=0.02, now=lambda: 1031.0)
+    late = generator(engine, ledger, pack, grace=0.02, now=lambda: 1031.0)
     with pytest.raises(PlatformError) as caught:
         asyncio.run(collect(late.run(ADMITTED, Tally(3))))
     assert (caught.value.status, caught.value.headers) == (504, {"x-should-retry": "false"})
-    assert [row.status for row in recorder.rows] == ["failed"]
+    assert [row.status for row in ledger.rows] == ["failed"]
     assert engine.closed == 1
 
 
-def test_an_output_that_just_ends_has_failed() -> None:
-    recorder = Recorder()
+def test_an_output_that_just_ends_has_failed(generator) -> None:
+    ledger = Ledger()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(Engine([item(0)]), recorder).run(ADMITTED, Tally(3))))
-    assert (caught.value.status, recorder.rows[0].status, recorder.rows[0].output_tokens) == (503, "failed", 1)
+        asyncio.run(collect(generator(Engine([item(0)]), ledger).run(ADMITTED, Tally(3))))
+    assert (caught.value.status, ledger.rows[0].status, ledger.rows[0].output_tokens) == (503, "failed", 1)
 
 
-def test_an_answer_that_cannot_be_accounted_for_is_not_given() -> None:
-    recorder = Recorder(UsageNotRecorded("disk full"))
+def test_an_answer_that_cannot_be_accounted_for_is_not_given(generator) -> None:
+    ledger = Ledger(UsageNotRecorded("disk full"))
     seen = []
 
     async def main() -> None:
-        running = generator(Engine([item(0), item(1, "stop")]), recorder).run(ADMITTED, Tally(3))
+        running = generator(Engine([item(0), item(1, "stop")]), ledger).run(ADMITTED, Tally(3))
         seen.append(await anext(running))
         await anext(running)
 
     with pytest.raises(PlatformError) as caught:
         asyncio.run(main())
     assert caught.value.code == "usage_not_recorded"
-    assert (len(seen), len(recorder.rows)) == (1, 1)
+    assert (len(seen), len(ledger.rows)) == (1, 1)
+
+
+def test_a_prompts_other_choices_start_when_its_first_item_is_there(generator) -> None:
+    prompts = (Prompt([1, 2, 3], Sampling(max_tokens=5, seed=1)), Prompt([4], Sampling(max_tokens=5, seed=1)))
+    engine, ledger = Engine(*([item(0), item(1, "stop")] for _ in range(6))), Ledger()
+    tally = Tally(4)
+    admitted = replace(ADMITTED, prompts=prompts, n=3)
+    deltas = asyncio.run(collect(generator(engine, ledger).run(admitted, tally)))
+    assert engine.log[:8] == ["add ", "add -3", "item ", "add -1", "add -2", "item -3", "add -4", "add -5"]
+    assert sorted((delta.index, delta.finish is not None) for delta in deltas) == [
+        (i, last) for i in range(6) for last in (False, True)
+    ]
+    [(opened, ids)] = ledger.opened
+    assert (opened.status, opened.prompt_tokens, opened.output_tokens) == ("aborted", 4, 0)
+    assert ids == [admitted.engine_id(index) for index in range(6)]
+    assert [ledger.counts[name] for name in ids] == [(2, 2), (2, 0), (2, 0), (2, 2), (2, 0), (2, 0)]
+    [row] = ledger.rows
+    assert (row.status, row.prompt_tokens, row.cached_tokens, row.output_tokens) == ("completed", 4, 4, 12)
+
+
+def test_a_stop_string_ends_the_engines_request_and_what_comes_later_is_not_counted(generator, model_text) -> None:
+    ids = model_text.tokenizer.encode("hello world", add_special_tokens=False)
+    steps = [OutItem("r", place, [token_id]) for place, token_id in enumerate([*ids, *ids])]
+    engine, ledger = Engine(steps, [OutItem("r", 0, ids + ids, finish="length")]), Ledger()
+    admitted = replace(ADMITTED, n=2, stop=StopRule((" world",)))
+    deltas = asyncio.run(collect(generator(engine, ledger).run(admitted, Tally(3))))
+    for index in range(2):
+        mine = [delta for delta in deltas if delta.index == index]
+        assert ("".join(delta.text for delta in mine), mine[-1].finish) == ("hello", FinishReason.STOP)
+        assert ledger.counts[admitted.engine_id(index)][0] == len(ids)
+    assert engine.stopped == [(admitted.engine_id(0), len(ids))], "the other one had ended already"
+    assert ledger.rows[0].output_tokens == 2 * len(ids)
+
+
+def test_a_request_that_cannot_be_accounted_for_does_not_run(generator) -> None:
+    engine, ledger = Engine([item(0, "stop")]), Ledger(shut=UsageNotRecorded("disk full"))
+    with pytest.raises(PlatformError) as caught:
+        asyncio.run(collect(generator(engine, ledger).run(ADMITTED, Tally(3))))
+    assert (caught.value.status, caught.value.code) == (503, "usage_not_recordable")
+    assert "retry-after" in caught.value.headers
+    assert not engine.requests
 
 
 @pytest.mark.parametrize("cancels", [1, 2, 3])
-def test_cancelling_again_and_again_loses_no_row(cancels: int) -> None:
-    engine, recorder = Engine([item(0), None]), Recorder()
+def test_cancelling_again_and_again_loses_no_row(generator, cancels: int) -> None:
+    engine, ledger = Engine([item(0), None]), Ledger()
 
     async def main() -> None:
-        task = asyncio.create_task(collect(generator(engine, recorder).run(ADMITTED, Tally(3))))
+        task = asyncio.create_task(collect(generator(engine, ledger).run(ADMITTED, Tally(3))))
         await asyncio.sleep(0.01)
         for _ in range(cancels):
             task.cancel()
@@ -200,18 +297,18 @@ def test_cancelling_again_and_again_loses_no_row(cancels: int) -> None:
             await task
 
     asyncio.run(main())
-    assert [(row.status, row.output_tokens) for row in recorder.rows] == [("aborted", 1)]
+    assert [(row.status, row.output_tokens) for row in ledger.rows] == [("aborted", 1)]
 
 
-def test_cancelled_while_the_completed_row_is_written_there_is_no_second_row() -> None:
+def test_cancelled_while_the_completed_row_is_written_there_is_no_second_row(generator) -> None:
     async def main() -> list:
-        recorder = Recorder(gate=asyncio.Event())
-        task = asyncio.create_task(collect(generator(Engine([item(0, "stop")]), recorder).run(ADMITTED, Tally(3))))
+        ledger = Ledger(gate=asyncio.Event())
+        task = asyncio.create_task(collect(generator(Engine([item(0, "stop")]), ledger).run(ADMITTED, Tally(3))))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return recorder.rows
+        return ledger.rows
 
     assert [row.status for row in asyncio.run(main())] == ["completed"]
 
@@ -260,6 +357,62 @@ def test_work_is_cancelled_and_finished_when_the_client_goes() -> None:
     assert steps == ["cleaned up", "raised"]
 
 
+def stream_of(steps, keep_alive: float) -> list[dict]:
+    """What an event stream sends for frames, pauses (seconds) and failures."""
+    sent: list[dict] = []
+
+    async def frames():
+        for step in steps:
+            if isinstance(step, Exception):
+                raise step
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            else:
+                yield step
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    asyncio.run(EventStream(frames(), keep_alive=keep_alive)({"type": "http"}, receive, send))
+    return sent
+
+
+def bodies(sent: list[dict]) -> list[bytes]:
+    return [message["body"] for message in sent if message["type"] == "http.response.body"]
+
+
+BEAT = b": keep-alive\n\n"
+
+
+def test_silence_is_broken_by_a_comment_before_and_between_frames() -> None:
+    sent = stream_of([0.25, b"one", 0.25, b"two", b"three"], keep_alive=0.1)
+    assert [message["type"] for message in sent[:2]] == ["http.response.start", "http.response.body"]
+    parts = bodies(sent)
+    assert parts[0] == BEAT
+    assert [part for part in parts if part != BEAT] == [b"one", b"two", b"three", b""]
+    assert BEAT in parts[parts.index(b"one") : parts.index(b"two")]
+    assert [message.get("more_body") for message in sent[1:]] == [True] * (len(parts) - 1) + [False]
+    assert BEAT not in bodies(stream_of([b"one", 0.02, b"two"], keep_alive=5.0))
+
+
+def test_a_failure_behind_a_comment_is_an_event_and_before_it_an_answer() -> None:
+    failure = PlatformError("no", status=503, code="gone")
+    late = stream_of([0.25, failure], keep_alive=0.1)
+    assert late[0]["status"] == 200
+    assert bodies(late)[-1] == event(failure.to_body()) + b"data: [DONE]\n\n"
+    early = stream_of([0.01, failure], keep_alive=5.0)
+    assert early[0]["status"] == 503
+    assert b'"gone"' in bodies(early)[0]
+    bug = stream_of([0.25, RuntimeError("secret")], keep_alive=0.1)
+    assert b"had an error" in bodies(bug)[-1]
+    assert b"secret" not in bodies(bug)[-1]
+    with pytest.raises(RuntimeError):
+        stream_of([RuntimeError("for the boundary outside")], keep_alive=5.0)
+
+
 def test_event_stream_closes_its_frames_when_sending_fails() -> None:
     closed = []
 
@@ -279,7 +432,7 @@ def test_event_stream_closes_its_frames_when_sending_fails() -> None:
 
     async def main() -> None:
         with pytest.raises(OSError, match="broken"):
-            await EventStream(frames())({"type": "http"}, receive, send)
+            await EventStream(frames(), keep_alive=15.0)({"type": "http"}, receive, send)
 
     asyncio.run(main())
     assert closed == [True]

@@ -8,6 +8,8 @@ import math
 import httpx
 
 from graftwork_engine.messages import OutItem, TokenLogprob
+from graftwork_platform.inference import routes
+from graftwork_platform.inference.sse import EventStream
 
 CHAT = {"model": "tiny-base", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "tiny-base", "prompt": "hi"}
@@ -154,12 +156,27 @@ def test_completion_logprobs(server) -> None:
     assert [offset for chunk in chunks for offset in chunk["choices"][0]["logprobs"]["text_offset"]] == shown.text_offset
 
 
+def test_a_silent_stream_is_kept_alive(server, monkeypatch) -> None:
+    """By default after 15 s; here a hundred times as soon."""
+
+    def sooner(frames, *, keep_alive: float) -> EventStream:
+        return EventStream(frames, keep_alive=keep_alive / 100)
+
+    monkeypatch.setattr(routes, "EventStream", sooner)
+    server.engine.scripts.append(server.engine.say("hello world", pause=0.4))
+    text = server.post("chat/completions", CHAT | {"stream": True}).text
+    assert 2 <= text.count(": keep-alive\n\n") <= 10
+    server.engine.scripts.append(server.engine.say("hello world", pause=0.4))
+    stream = server.client().chat.completions.create(**CHAT, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "hello world", "clients pass over it"
+
+
 def test_client_request_id_is_kept_beside_ours(server) -> None:
     for sent, kept in (("job-7", "job-7"), ("x" * 300, "x" * 128), ("é", None)):
         response = server.post("completions", TEXT, **{"x-request-id": sent.encode()})
         ours = response.headers["x-request-id"]
         assert response.json()["id"] == "cmpl-" + ours.removeprefix("req_")
-        [row] = server.usage(ours)
+        row = server.usage(ours)
         assert row.client_request_id == kept
         assert row.key_id == server.key_id
         assert row.tenant_id == server.tenant_id

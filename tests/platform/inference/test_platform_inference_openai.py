@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from graftwork_engine.errors import EngineUnavailable, ErrorCode, RequestFailed, RequestRejected
+from graftwork_engine.messages import OutItem, TokenLogprob
 
 
 def test_models(server) -> None:
@@ -91,6 +92,64 @@ def test_completion_stream(server) -> None:
     assert chunks[0].object == "text_completion"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_with_choices_stops_and_biases(server, stream: bool) -> None:
+    say = server.engine.say
+    server.engine.scripts.extend([say("hello world"), say("you hello"), say("hello")])
+    asked = {
+        "n": 3,
+        "stop": [" world", "\n"],
+        "logit_bias": {"5": -100},
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "seed": 3,
+    }
+    answer = server.client().chat.completions.create(
+        model="tiny-base", messages=[{"role": "user", "content": "hi"}], stream=stream, **asked
+    )
+    texts, finishes = ["", "", ""], [None] * 3
+    if stream:
+        for chunk in answer:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                finishes[choice.index] = finishes[choice.index] or choice.finish_reason
+    else:
+        texts = [choice.message.content for choice in answer.choices]
+        finishes = [choice.finish_reason for choice in answer.choices]
+        counts = [len(server.tokenizer.encode(words, add_special_tokens=False)) for words in ("hello world", "you hello", "hello")]
+        assert answer.usage.completion_tokens == counts[0] + counts[1] + 1 + counts[2] + 1
+    assert texts == ["hello", "you hello", "hello"]
+    assert finishes == ["stop"] * 3
+    assert {request.sampling.seed for request in server.engine.requests} == {3}
+    assert server.engine.requests[2].sampling.logit_bias == {5: -100.0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_of_several_prompts_with_echo(server, stream: bool) -> None:
+    client = server.client()
+    client._strict_response_validation = False  # the client's type knows no null among the log-probabilities, which OpenAI sends
+    scores = [None, TokenLogprob(-0.5, (70,), (-0.5,))]
+
+    async def script(request):
+        yield OutItem(request.request_id, 0, [71], [TokenLogprob(-1.0)], scores, finish="length")
+
+    server.engine.scripts.extend([script, script])
+    prompts = [[70, 70], [71, 71]]
+    answer = client.completions.create(model="tiny-base", prompt=prompts, max_tokens=1, echo=True, logprobs=1, stream=stream)
+    parts = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    decode = server.tokenizer.decode
+    assert [(part.index, part.text) for part in parts] == [(0, decode([70, 70, 71])), (1, decode([71, 71, 71]))]
+    assert [part.logprobs.token_logprobs for part in parts] == [[None, -0.5, -1.0]] * 2
+    assert parts[0].logprobs.top_logprobs[0] is None
+
+
+def test_refused_fields_are_the_clients_own_exception(server) -> None:
+    for asked, param in (({"n": 0}, "n"), ({"stop": ["a"] * 5}, "stop"), ({"logit_bias": {"5": 101}}, "logit_bias")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            server.client().completions.create(model="tiny-base", prompt="x", **asked)
+        assert caught.value.param == param
+
+
 def test_adapters_by_every_name(server) -> None:
     first, second = server.add_adapter("writer", versions=2)
     client = server.client()
@@ -98,7 +157,7 @@ def test_adapters_by_every_name(server) -> None:
     for name in ("writer", "writer@v1", "writer@v2"):
         answer = client.chat.completions.create(model=name, messages=[{"role": "user", "content": "hi"}])
         assert answer.model == name
-        [row] = server.usage("req_" + answer.id.removeprefix("chatcmpl-"))
+        row = server.usage("req_" + answer.id.removeprefix("chatcmpl-"))
         seen.append((server.engine.requests[-1].adapter_key, row.version_id))
     assert seen[0] == seen[2] == (seen[0][0], second.id)
     assert seen[1][0] != seen[0][0]
@@ -154,7 +213,7 @@ def test_failures_before_the_first_token(server, failure, exception, code, text,
     assert "secret" not in error.body["message"]
     assert ("retry-after" in error.response.headers) == (error.status_code == 503)
     assert error.response.headers.get("x-should-retry") == ("false" if code in ("timeout", "poisoned") else None)
-    row = server.wait_for_usage(error.response.headers["x-request-id"])
+    row = server.usage(error.response.headers["x-request-id"])
     assert (row.status, row.output_tokens) == ("failed", 0)
 
 
@@ -175,7 +234,7 @@ def test_failure_in_mid_stream(server, failure, code) -> None:
     assert "".join(texts) == "hello world"
     assert caught.value.code == code
     assert type(caught.value) is openai.APIError
-    row = server.wait_for_usage(stream.response.headers["x-request-id"])
+    row = server.usage(stream.response.headers["x-request-id"])
     assert (row.status, row.output_tokens) == ("failed", 2)
 
 
@@ -184,4 +243,4 @@ def test_failure_in_mid_answer(server) -> None:
     with pytest.raises(openai.InternalServerError) as caught:
         server.client().completions.create(model="tiny-base", prompt="x", max_tokens=9)
     assert caught.value.status_code == 504
-    assert server.wait_for_usage(caught.value.response.headers["x-request-id"]).output_tokens == 2
+    assert server.usage(caught.value.response.headers["x-request-id"]).output_tokens == 2

@@ -1,4 +1,8 @@
-"""A tiny random base with a tokenizer, PEFT adapters for it, and a real `graftwork serve` on loopback."""
+"""A tiny random base with a tokenizer, PEFT adapters for it, and a real `graftwork serve` on loopback.
+
+A server stands on one of two backends: ``local`` (SQLite and a folder) or ``shared`` (PostgreSQL and S3). Torch and its friends are
+imported where they are used, since every test run loads this file.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx2
 import openai
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from graftwork_adapters.store import ObjectStore, StoreConfig
+from graftwork_adapters.stores import open_store
 from graftwork_platform.admin.client import AdminClient
 from graftwork_platform.admin.push import push
 from graftwork_platform.settings import ClientSettings
+
+BACKENDS = ("local", "shared")
 
 START_S = 90.0
 TEMPLATE = (
@@ -36,6 +41,9 @@ TEMPLATE = (
 
 def write_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer: one token a byte, and the chat's special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2, **{c: i + 3 for i, c in enumerate(alphabet)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -50,6 +58,9 @@ def write_tokenizer(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     folder = tmp_path_factory.mktemp("base") / "tiny-base"
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -72,6 +83,10 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_adapter(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
     root = tmp_path_factory.mktemp("adapters")
 
     def make(name: str, seed: int, **config: Any) -> Path:
@@ -102,6 +117,13 @@ class Server:
     arguments: list[str] = field(default_factory=list)
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
+    store_config: StoreConfig | None = None
+    admin_server: Server | None = None  # which made the admin key, where it was another one
+
+    @property
+    def store(self) -> ObjectStore:
+        """Its object store."""
+        return open_store(self.store_config or StoreConfig(str(self.data_dir / "objects")))
 
     @property
     def url(self) -> str:
@@ -138,7 +160,7 @@ class Server:
 
     @property
     def admin_key(self) -> str:
-        return (self.data_dir / "admin.key").read_text().strip()
+        return ((self.admin_server or self).data_dir / "admin.key").read_text().strip()
 
     def cli(self, *arguments: str, check: bool = True) -> Any:
         command = [sys.executable, "-m", "graftwork_platform.cli", *arguments, "--json"]
@@ -192,6 +214,15 @@ class Server:
                 return rows
             query["after"] = page["last_id"]
 
+    def wait_usage(self, tenant: str, count: int, timeout_s: float = 20.0) -> list[dict[str, Any]]:
+        """All usage rows of a tenant, once there are ``count``: a row follows its stream's end within moments."""
+        deadline = time.monotonic() + timeout_s
+        while len(rows := self.usage_rows(tenant)) < count:
+            assert time.monotonic() < deadline, f"{len(rows)} usage rows of {count}"
+            time.sleep(0.05)
+        assert len(rows) == count
+        return rows
+
     def wait_until_idle(self, timeout_s: float = 20.0) -> dict[str, float]:
         """The metrics, once no request runs or waits."""
         deadline = time.monotonic() + timeout_s
@@ -222,13 +253,48 @@ class Server:
         return found
 
 
+@dataclass(frozen=True)
+class SharedBackend:
+    """What several servers may share."""
+
+    database_url: str
+    store: StoreConfig
+
+    @property
+    def arguments(self) -> list[str]:
+        """For `graftwork serve`."""
+        endpoint = self.store.s3_endpoint
+        assert endpoint is not None
+        return ["--database-url", self.database_url, "--object-store", self.store.url, "--s3-endpoint", endpoint]
+
+
 @pytest.fixture(scope="session")
-def start_server(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+def new_shared_backend(request: pytest.FixtureRequest) -> Callable[[], SharedBackend]:
+    """A fresh database on PostgreSQL and an empty store on S3; the servers behind them are started at the first use."""
+
+    def make() -> SharedBackend:
+        postgres, s3 = request.getfixturevalue("postgres_server"), request.getfixturevalue("s3_server")
+        return SharedBackend(postgres.new_database(), StoreConfig(f"s3://{s3.bucket}/{uuid4().hex}", s3_endpoint=s3.endpoint))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def start_server(
+    tiny_base: Path, tmp_path_factory: pytest.TempPathFactory, new_shared_backend: Callable[[], SharedBackend]
+) -> Iterator[Callable[..., Server]]:
+    """``start_server(*arguments, on=…)``: ``on`` is a backend's name, or a `SharedBackend` that another server has too."""
     started: list[Server] = []
 
-    def start(*arguments: str, data_dir: Path | None = None, model: Path | None = None) -> Server:
+    def start(
+        *arguments: str, data_dir: Path | None = None, model: Path | None = None, on: str | SharedBackend = "local"
+    ) -> Server:
         folder = tmp_path_factory.mktemp("server")
         server = Server(model or tiny_base, data_dir or folder / "data", folder / "log.txt", list(arguments))
+        backend = new_shared_backend() if on == "shared" else on
+        if isinstance(backend, SharedBackend):
+            server.arguments += backend.arguments
+            server.store_config = backend.store
         started.append(server)
         server.start()
         return server
@@ -241,7 +307,9 @@ def start_server(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def reference_tokens(base: Path, adapter: Path | None, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens by transformers and PEFT in fp32, end-of-sequence ignored."""
+    import torch
     from peft import PeftModel
+    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if adapter is not None:
@@ -276,9 +344,10 @@ def adapters(make_adapter: Callable[..., Path]) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> Server:
-    return start_server("--dtype", "float32")
+@pytest.fixture(scope="module", params=BACKENDS)
+def server(request: pytest.FixtureRequest, start_server: Callable[..., Server]) -> Server:
+    """One for the tests of a module, on each backend."""
+    return start_server("--dtype", "float32", on=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,241 @@
+"""`kill -9` of the engine, of the API process and of everything in mid-stream: what clients get, and what is billed for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx2
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = [40, 41, 42, 43, 44, 45]
+CHECKPOINT_S = 1.0
+"""What was generated in the last second before everything was killed may go unbilled."""
+
+
+@dataclass
+class Stream(threading.Thread):
+    """One client: a streamed completion, its tokens with their times of arrival, and how it ended."""
+
+    url: str
+    key: str
+    model: str
+    prompt: list[int]
+    count: int
+    name: str = field(default_factory=lambda: f"chaos-{uuid4().hex}")
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    ending: str = "running"  # then done, error, or cut
+
+    def __post_init__(self) -> None:
+        super().__init__(daemon=True)
+
+    def run(self) -> None:
+        headers = {"Authorization": f"Bearer {self.key}", "X-Request-Id": self.name}
+        body = {"model": self.model, "prompt": self.prompt, "max_tokens": self.count, "temperature": 0, "stream": True}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        try:
+            with (
+                httpx2.Client(timeout=120) as client,
+                client.stream("POST", f"{self.url}/v1/completions", json=body, headers=headers) as response,
+            ):
+                for line in response.iter_lines():
+                    self._take(line)
+        except httpx2.HTTPError:
+            pass
+        if self.ending == "running":
+            self.ending = "cut"
+
+    def _take(self, line: str) -> None:
+        if not line.startswith("data: "):
+            return
+        if line == "data: [DONE]":
+            self.ending = "done" if self.ending == "running" else self.ending
+            return
+        chunk = json.loads(line.removeprefix("data: "))
+        if "error" in chunk:
+            self.ending = "error"
+            return
+        ids = chunk["choices"][0].get("token_ids") or []
+        self.tokens += ids
+        self.times += [time.monotonic()] * len(ids)
+
+
+@pytest.fixture(scope="module")
+def expected(server: Any, key: str) -> Callable[[str, list[int], int], list[int]]:
+    """What a stream yields when nothing happens."""
+    known: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
+    client = server.client(key)
+
+    def tokens(model: str, prompt: list[int], count: int) -> list[int]:
+        at = (model, tuple(prompt), count)
+        if at not in known:
+            known[at] = server.complete(client, model, prompt, count)
+        return known[at]
+
+    return tokens
+
+
+def start_streams(server: Any, key: str, adapters: dict[str, Path], how_many: int, count: int) -> list[Stream]:
+    """Streams over the base and all adapters, each with a prompt of its own, once every one of them has got a few tokens."""
+    names = [server.model.name, *adapters]
+    streams = [Stream(server.url, key, names[n % len(names)], [60 + n, *PROMPT], count) for n in range(how_many)]
+    for stream in streams:
+        stream.start()
+    deadline = time.monotonic() + 60
+    while any(len(stream.tokens) < 3 for stream in streams):
+        assert time.monotonic() < deadline, [len(stream.tokens) for stream in streams]
+        time.sleep(0.005)
+    assert all(stream.ending == "running" for stream in streams), "a stream ended before the kill"
+    return streams
+
+
+def rows_of(server: Any, streams: list[Stream], timeout_s: float = 30.0) -> dict[str, dict[str, Any]]:
+    """The one usage row of each stream, by the id its client gave it."""
+    names = {stream.name for stream in streams}
+    deadline = time.monotonic() + timeout_s
+    while True:
+        rows = [row for row in server.usage_rows("acme") if row["client_request_id"] in names]
+        if len(rows) >= len(names):
+            break
+        assert time.monotonic() < deadline, f"{len(rows)} usage rows for {len(names)} streams"
+        time.sleep(0.1)
+    time.sleep(0.5)  # a doubled row would come late
+    rows = [row for row in server.usage_rows("acme") if row["client_request_id"] in names]
+    assert sorted(row["client_request_id"] for row in rows) == sorted(names), "one row for each stream, none twice"
+    return {row["client_request_id"]: row for row in rows}
+
+
+def join_all(streams: list[Stream]) -> None:
+    for stream in streams:
+        stream.join(120)
+        assert not stream.is_alive()
+
+
+def processes(server: Any) -> Iterator[int]:
+    yield from server.process_ids("graftwork_engine.process")
+    yield from server.process_ids("graftwork_platform.serve.api_process")
+
+
+@pytest.mark.parametrize("kill_round", range(3))
+def test_engine_killed_in_the_life_of_32_streams_loses_none(
+    server: Any, key: str, adapters: dict[str, Path], expected: Callable[..., list[int]], kill_round: int
+) -> None:
+    streams = start_streams(server, key, adapters, 32, 100 + kill_round)
+    [engine] = server.process_ids("graftwork_engine.process")
+    os.kill(engine, signal.SIGKILL)
+    join_all(streams)
+    assert [stream.ending for stream in streams] == ["done"] * 32
+    server.wait_ready()
+    assert server.process_ids("graftwork_engine.process") != [engine]
+    rows = rows_of(server, streams)
+    for stream in streams:
+        assert stream.tokens == expected(stream.model, stream.prompt, stream.count)
+        row = rows[stream.name]
+        assert (row["status"], row["output_tokens"]) == ("completed", len(stream.tokens))
+        assert row["prompt_tokens"] == len(stream.prompt)
+
+
+def test_api_process_killed_in_mid_stream_is_billed_what_the_engine_made(server: Any, key: str, adapters: dict[str, Path]) -> None:
+    server.wait_until_idle()
+    before = server.metrics()["graftwork_engine_output_tokens_total"]
+    streams = start_streams(server, key, adapters, 8, 900)
+    [api] = server.process_ids("graftwork_platform.serve.api_process")
+    killed_at = time.monotonic()
+    os.kill(api, signal.SIGKILL)
+    join_all(streams)
+    assert {stream.ending for stream in streams} == {"cut"}
+    server.wait_ready()
+    rows = rows_of(server, streams)
+    assert {row["status"] for row in rows.values()} == {"aborted"}
+    for stream in streams:
+        row = rows[stream.name]
+        assert row["output_tokens"] >= len(stream.tokens)
+        assert row["prompt_tokens"] == len(stream.prompt)
+        assert row["output_tokens"] < stream.count, "it went on although nobody listened"
+    made = server.wait_until_idle()["graftwork_engine_output_tokens_total"] - before
+    assert sum(row["output_tokens"] for row in rows.values()) == made, "the engine's own final counts"
+    assert time.monotonic() - killed_at < 60
+
+
+def test_everything_killed_is_billed_from_the_last_checkpoint(server: Any, key: str, adapters: dict[str, Path]) -> None:
+    streams = start_streams(server, key, adapters, 8, 1000)
+    time.sleep(1.5 * CHECKPOINT_S)
+    assert server.process is not None
+    victims = [server.process.pid, *processes(server)]
+    killed_at = time.monotonic()
+    for victim in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+    server.process.wait()
+    server.process = None
+    join_all(streams)
+    assert {stream.ending for stream in streams} == {"cut"}
+    server.start()
+    rows = rows_of(server, streams)
+    for stream in streams:
+        row = rows[stream.name]
+        checkpointed = sum(at < killed_at - CHECKPOINT_S for at in stream.times)
+        assert checkpointed > 0
+        # A token may have been made and counted without ever reaching its client; a handful can be on the way at once.
+        assert checkpointed <= row["output_tokens"] <= len(stream.tokens) + 8
+        assert row["status"] == "aborted"
+        assert row["prompt_tokens"] == len(stream.prompt)
+    server.stop()
+    server.start()
+    again = rows_of(server, streams)
+    assert again == rows, "a second start bills nothing again"
+
+
+def test_everything_killed_while_streams_end_bills_each_once(server: Any, key: str, adapters: dict[str, Path]) -> None:
+    """The kill falls into the moments around the ends of streams, where a row is in the journal, in the database, or in both."""
+    for count in (4, 12, 24):
+        streams = start_streams_that_may_end(server, key, adapters, 16, count)
+        assert server.process is not None
+        victims = [server.process.pid, *processes(server)]
+        for victim in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        server.process.wait()
+        server.process = None
+        join_all(streams)
+        server.start()
+        ended = [stream for stream in streams if stream.ending == "done"]
+        deadline = time.monotonic() + 30
+        names = {stream.name for stream in ended}
+        while not names <= {row["client_request_id"] for row in server.usage_rows("acme")}:
+            assert time.monotonic() < deadline, "a stream whose end was told is not billed"
+            time.sleep(0.1)
+        by_name = [row for row in server.usage_rows("acme") if row["client_request_id"] in {s.name for s in streams}]
+        assert len(by_name) == len({row["client_request_id"] for row in by_name}), "billed twice"
+        found = {row["client_request_id"]: row for row in by_name}
+        for stream in ended:
+            assert found[stream.name]["output_tokens"] == len(stream.tokens) == count
+        for stream in streams:
+            if stream.name in found:
+                assert found[stream.name]["output_tokens"] <= min(count, len(stream.tokens) + 8)
+
+
+def start_streams_that_may_end(server: Any, key: str, adapters: dict[str, Path], how_many: int, count: int) -> list[Stream]:
+    """Streams of which about half have ended."""
+    names = [server.model.name, *adapters]
+    streams = [Stream(server.url, key, names[n % len(names)], [60 + n, *PROMPT], count) for n in range(how_many)]
+    for stream in streams:
+        stream.start()
+        time.sleep(0.01)
+    deadline = time.monotonic() + 60
+    while sum(stream.ending == "done" for stream in streams) < how_many // 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return streams

@@ -1,0 +1,440 @@
+"""The ledger: what is durable when, how few fsyncs that takes, and what happens when the disk or the database says no."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from journal_bench import Bench, engine_ids_of, kill, make_row, settled
+
+from graftwork_platform.journal.ledger import UsageEntry, UsageLedger
+from graftwork_platform.journal.records import MAGIC, Checkpoint, Close, Count, Open, Reading, Record
+from graftwork_platform.journal.segments import JournalFolder, Segment, take_dead
+from graftwork_platform.models import UsageStatus
+from graftwork_platform.usage import UsageNotRecorded, UsageRow
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "data" / "journal")
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(20):
+            await work()
+
+    asyncio.run(within())
+
+
+def open_one(ledger: UsageLedger, **changes: Any) -> tuple[UsageRow, UsageEntry]:
+    row = make_row(**changes)
+    return row, ledger.open(row, engine_ids_of(row))
+
+
+def ended(row: UsageRow, output_tokens: int = 5) -> UsageRow:
+    return make_row(request_id=row.request_id, output_tokens=output_tokens, status=UsageStatus.COMPLETED)
+
+
+def on_disk(bench: Bench) -> list[Record]:
+    """All that the segments say, in order."""
+    return list(itertools.chain(*(Reading(path.read_bytes()) for path in sorted(bench.root.glob("*/*.seg")))))
+
+
+def fail_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """From now on the disk takes ``after`` more bytes, and then says that it is full."""
+    real, left = os.write, [after]
+
+    def write(descriptor: int, data: Any) -> int:
+        if len(data) > left[0] == 0:
+            raise FULL
+        taken = min(left[0], len(data))
+        left[0] -= taken
+        return real(descriptor, bytes(data[:taken]))
+
+    monkeypatch.setattr("graftwork_platform.journal.segments.os.write", write)
+
+
+def test_an_open_reaches_the_kernel_at_once_and_the_disk_with_the_next_checkpoint(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        syncs = bench.disk.num_syncs
+        row, entry = open_one(ledger)
+        assert on_disk(bench) == [Open(row, tuple(engine_ids_of(row)))]
+        assert bench.disk.num_syncs == syncs
+        entry.count(engine_ids_of(row)[0], 3, 1)
+        entry.count(engine_ids_of(row)[0], 4, 1)
+        assert len(on_disk(bench)) == 1
+        await bench.checkpoint(ledger)
+        assert on_disk(bench)[1:] == [Checkpoint({engine_ids_of(row)[0]: Count(4, 1)})]
+        assert bench.disk.num_syncs == syncs + 1
+        await bench.checkpoint(ledger)
+        assert bench.disk.num_syncs == syncs + 1, "nothing changed, nothing is written"
+        await kill(ledger)
+
+    run(work)
+
+
+def test_a_close_returns_once_it_is_durable_and_the_row_reaches_the_database(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        row, entry = open_one(ledger)
+        done_at_sync: list[bool] = []
+        bench.disk.before_sync = lambda: done_at_sync.append(closing.done())
+        closing = asyncio.create_task(entry.close(ended(row)))
+        await closing
+        assert done_at_sync == [False]
+        await bench.written()
+        assert bench.table.rows == {row.request_id: ended(row)}
+        assert ledger.stats["unwritten_rows"] == ledger.stats["running_requests"] == 0
+        with pytest.raises(AssertionError):
+            await entry.close(ended(row))
+        _, other = open_one(ledger)
+        with pytest.raises(AssertionError):
+            await other.close(ended(row))
+        await kill(ledger)
+
+    run(work)
+
+
+def test_a_row_is_in_the_database_within_milliseconds(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        row, entry = open_one(ledger)
+        started = time.perf_counter()
+        await entry.close(ended(row))
+        while not bench.table.rows:
+            await asyncio.sleep(0.001)
+        assert time.perf_counter() - started < 0.25
+        await ledger.close()
+
+    run(work)
+
+
+def test_many_closes_share_few_fsyncs(bench: Bench) -> None:
+    async def work() -> None:
+        bench.disk.before_sync = lambda: time.sleep(0.005)  # as a disk has it
+        ledger = await bench.started()
+        entries = [open_one(ledger) for _ in range(64)]
+        before = bench.disk.num_syncs
+
+        async def one(row: UsageRow, entry: UsageEntry, delay: float) -> None:
+            await asyncio.sleep(delay)
+            await entry.close(ended(row))
+
+        await asyncio.gather(*(one(row, entry, 0.0) for row, entry in entries))
+        assert bench.disk.num_syncs - before <= 2
+        more = [open_one(ledger) for _ in range(64)]
+        before = bench.disk.num_syncs
+        await asyncio.gather(*(one(row, entry, 0.0002 * place) for place, (row, entry) in enumerate(more)))
+        assert bench.disk.num_syncs - before <= 16
+        await ledger.close()
+        assert len(bench.table.rows) == 128
+
+    run(work)
+
+
+def test_the_event_loop_goes_on_while_the_disk_works(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        bench.disk.before_sync = lambda: time.sleep(0.2)
+        row, entry = open_one(ledger)
+        closing = asyncio.create_task(entry.close(ended(row)))
+        await asyncio.sleep(0.02)
+        started = time.perf_counter()
+        open_one(ledger)
+        await asyncio.sleep(0)
+        assert time.perf_counter() - started < 0.1
+        assert not closing.done()
+        await closing
+        await kill(ledger)
+
+    run(work)
+
+
+def test_a_cancelled_caller_does_not_cancel_its_row(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        row, entry = open_one(ledger)
+        closing = asyncio.create_task(entry.close(ended(row)))
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        assert closing.cancelled()
+        await ledger.close()
+        assert bench.table.rows == {row.request_id: ended(row)}
+
+    run(work)
+
+
+def test_after_a_clean_stop_nothing_is_left(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        row, entry = open_one(ledger)
+        await entry.close(ended(row))
+        await ledger.close()
+        assert bench.folders() == []
+        with pytest.raises(UsageNotRecorded, match="stopping"):
+            open_one(ledger)
+        with pytest.raises(UsageNotRecorded):
+            await ledger.record(make_row())
+
+    run(work)
+
+
+def test_a_stop_while_the_database_is_away_leaves_the_rows_to_the_next_start(bench: Bench) -> None:
+    async def work() -> None:
+        bench.table.is_away = True
+        ledger = await bench.started(drain=0.05)
+        row, entry = open_one(ledger)
+        await entry.close(ended(row))
+        assert ledger.stats["unwritten_rows"] == 1
+        bench.now += 3.0
+        assert ledger.stats["oldest_unwritten_seconds"] == 3.0
+        await ledger.close()
+        assert len(bench.folders()) == 1
+        bench.table.is_away = False
+        second = await bench.started()
+        await bench.recover(second)
+        await second.close()
+        assert bench.table.rows == {row.request_id: ended(row)}
+        assert bench.folders() == []
+
+    run(work)
+
+
+def test_segments_end_by_size_and_age_and_go_once_the_database_has_their_rows(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started(segment_bytes=3000, segment_age=100.0)
+        long_row, long_entry = open_one(ledger)
+        long_entry.count(engine_ids_of(long_row)[0], 9, 0)
+        for _ in range(30):
+            row, entry = open_one(ledger)
+            await entry.close(ended(row))
+        await bench.written()
+        for _ in range(2):
+            await bench.checkpoint(ledger)
+        segments = sorted(bench.root.glob("*/*.seg"))
+        assert [path.name for path in segments] == ["0000000002.seg"]
+        assert on_disk(bench) == [
+            Open(long_row, tuple(engine_ids_of(long_row))),
+            Checkpoint({engine_ids_of(long_row)[0]: Count(9, 0)}),
+        ]
+        bench.now += 100.0
+        await bench.checkpoint(ledger)
+        await bench.checkpoint(ledger)
+        assert [path.name for path in bench.root.glob("*/*.seg")] == ["0000000003.seg"]
+        await long_entry.close(ended(long_row))
+        await ledger.close()
+        assert len(bench.table.rows) == 31
+
+    run(work)
+
+
+def test_an_idle_ledger_writes_nothing(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started(segment_age=10.0)
+        syncs = bench.disk.num_syncs
+        for _ in range(30):
+            await bench.checkpoint(ledger)
+        assert bench.disk.num_syncs == syncs
+        assert [path.read_bytes() for path in bench.root.glob("*/*.seg")] == [MAGIC]
+        await ledger.close()
+
+    run(work)
+
+
+def test_a_request_opened_while_a_segment_is_started_is_made_durable_too(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started(segment_bytes=100)
+        row, _ = open_one(ledger)
+        late: list[tuple[UsageRow, UsageEntry]] = []
+        loop = asyncio.get_running_loop()
+
+        def open_late() -> None:
+            bench.disk.before_sync = lambda: None
+            asyncio.run_coroutine_threadsafe(open_in_loop(), loop).result()
+
+        async def open_in_loop() -> None:
+            late.append(open_one(ledger))
+
+        bench.disk.before_sync = open_late
+        await bench.checkpoint(ledger)
+        assert late
+        await kill(ledger)
+        bench.disk.lose_power(bench.root)
+        found = {record.row.request_id for record in on_disk(bench) if isinstance(record, Open)}
+        assert found == {row.request_id, late[0][0].request_id}
+
+    run(work)
+
+
+def test_rows_beyond_memory_are_read_again_from_their_segments(bench: Bench) -> None:
+    async def work() -> None:
+        bench.table.is_away = True
+        ledger = await bench.started(rows_in_memory=10, segment_bytes=4000)
+        rows = []
+        for _ in range(100):
+            row, entry = open_one(ledger)
+            rows.append(row)
+            await entry.close(ended(row))
+            if len(rows) % 10 == 0:
+                await bench.checkpoint(ledger)
+        assert len(ledger._backlog._waiting) <= 10
+        assert len(list(bench.root.glob("*/*.seg"))) > 2
+        assert ledger.stats["unwritten_rows"] == 100
+        bench.table.is_away = False
+        while ledger.stats["unwritten_rows"]:
+            await asyncio.sleep(0.002)
+        assert bench.table.rows == {row.request_id: ended(row) for row in rows}
+        await bench.checkpoint(ledger)
+        await bench.checkpoint(ledger)
+        assert len(list(bench.root.glob("*/*.seg"))) == 1
+        await ledger.close()
+        assert bench.folders() == []
+
+    run(work)
+
+
+@pytest.mark.parametrize("after", [0, 1, 60])
+def test_a_full_disk_refuses_new_requests_and_leaves_no_torn_record(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        row, entry = open_one(ledger)
+        with monkeypatch.context() as full:
+            fail_writes(full, after)
+            with pytest.raises(UsageNotRecorded, match="No space left"):
+                open_one(ledger)
+            assert ledger.failure is not None
+            assert ledger.stats["journal_failed"] == 1.0
+            with pytest.raises(UsageNotRecorded):
+                open_one(ledger)
+            closing = asyncio.create_task(entry.close(ended(row)))
+            await bench.checkpoint(ledger)
+            with pytest.raises(UsageNotRecorded):
+                await closing
+        assert on_disk(bench) == [Open(row, tuple(engine_ids_of(row)))]
+        await bench.checkpoint(ledger)
+        assert ledger.failure is None
+        second, second_entry = open_one(ledger)
+        await second_entry.close(ended(second))
+        await ledger.close()
+        assert bench.table.rows == {row.request_id: ended(row), second.request_id: ended(second)}
+
+    run(work)
+
+
+def test_after_a_failed_fsync_the_segment_is_not_trusted_again(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        row, entry = open_one(ledger)
+        other, other_entry = open_one(ledger)
+        other_entry.count(engine_ids_of(other)[0], 4, 0)
+        bench.disk.fault = OSError(errno.EIO, "I/O error")
+        with pytest.raises(UsageNotRecorded, match="I/O error"):
+            await entry.close(ended(row))
+        with pytest.raises(UsageNotRecorded):
+            open_one(ledger)
+        bench.disk.fault = None
+        await bench.checkpoint(ledger)
+        await kill(ledger)
+        bench.disk.lose_power(bench.root)
+        newest = list(Reading(sorted(bench.root.glob("*/*.seg"))[-1].read_bytes()))
+        assert [type(record) for record in newest] == [Open, Open, Checkpoint, Close]
+
+    run(work)
+
+
+def test_a_journal_that_cannot_be_made_fails_the_start(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_text("in the way")
+
+    async def work() -> None:
+        with pytest.raises(OSError, match="journal"):
+            await Bench(tmp_path / "journal").started()
+
+    run(work)
+
+
+def test_a_living_journal_is_nobody_elses(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        assert take_dead(bench.root) == []
+        await kill(ledger)
+        [dead] = take_dead(bench.root)
+        assert take_dead(bench.root) == []
+        dead.release()
+        [dead] = take_dead(bench.root)
+        dead.remove()
+        assert take_dead(bench.root) == []
+        assert bench.folders() == []
+
+    run(work)
+
+
+def test_what_a_cut_short_deletion_left_is_deleted(tmp_path: Path) -> None:
+    root = tmp_path / "journal"
+    folder = JournalFolder.create(root)
+    folder.release()
+    (folder.path / "lock").unlink()
+    (tmp_path / "journal" / "notes.txt").write_text("not ours")
+    [dead] = take_dead(root)
+    dead.remove()
+    assert [path.name for path in root.iterdir()] == ["notes.txt"]
+
+
+def test_a_segment_takes_all_or_nothing_from_many_threads(tmp_path: Path) -> None:
+    folder = JournalFolder.create(tmp_path / "journal")
+    segment = folder.start_segment(MAGIC)
+
+    async def work() -> None:
+        await asyncio.gather(*(asyncio.to_thread(segment.append, bytes([65 + n % 26]) * 100) for n in range(200)))
+
+    asyncio.run(work())
+    body = segment.path.read_bytes()[len(MAGIC) :]
+    assert len(body) == 200 * 100
+    assert all(len(set(body[place : place + 100])) == 1 for place in range(0, len(body), 100))
+    segment.close()
+    with pytest.raises(OSError, match="closed"):
+        segment.append(b"x")
+    folder.remove()
+
+
+def test_a_tail_that_cannot_be_cut_off_ends_the_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = JournalFolder.create(tmp_path / "journal")
+    segment: Segment = folder.start_segment(MAGIC)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "I/O error")
+
+    with monkeypatch.context() as broken:
+        fail_writes(broken, 3)
+        broken.setattr("graftwork_platform.journal.segments.os.ftruncate", refuse)
+        with pytest.raises(OSError, match="No space"):
+            segment.append(b"record")
+    with pytest.raises(OSError, match="No space"):
+        segment.append(b"record")
+    segment.close()
+    folder.remove()
+
+
+def test_counts_of_a_stranger_are_refused(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        _, entry = open_one(ledger)
+        with pytest.raises(AssertionError):
+            entry.count("req_other", 1, 0)
+        await settled(ledger)
+        await kill(ledger)
+
+    run(work)
