@@ -20,6 +20,7 @@ from botocore.exceptions import (
     SSLError,
 )
 from urllib3.exceptions import HTTPError
+from urllib3.exceptions import TimeoutError as ConnectionTimeout
 
 from graftwork_adapters.errors import BlobCorrupt, BlobNotFound, InvalidKey, StoreError, StoreUnavailable
 
@@ -123,7 +124,7 @@ def failure_of(error: BaseException, key: str) -> Failure:
         return _unavailable(_TRUST if _is_distrust(error) else _TLS, is_transient=not _is_distrust(error))
     if isinstance(error, ProxyConnectionError):
         return _unavailable(_PROXY, is_transient=True)
-    if isinstance(error, ConnectTimeoutError | ReadTimeoutError):
+    if isinstance(error, ConnectTimeoutError | ReadTimeoutError | ConnectionTimeout):
         return _unavailable(_SILENT, is_transient=True)
     if isinstance(error, EndpointConnectionError):
         return _unavailable(_NAME if _has_cause(error, socket.gaierror) else _NO_ANSWER, is_transient=True)

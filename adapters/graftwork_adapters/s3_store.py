@@ -1,7 +1,11 @@
 """The object store in a bucket of S3, or of a server that speaks its language. Knows nothing of what the blobs hold.
 
-Needs conditional writes (``If-None-Match``), which AWS, SeaweedFS, Ceph and MinIO have. Whoever writes large blobs should give the
-bucket a lifecycle rule that removes unfinished multipart uploads: a process killed in the middle of one leaves its parts.
+Needs conditional writes (``If-None-Match``), which AWS has. SeaweedFS 4.48 has them too, but looks and completes an upload in
+parts in two steps: writers that complete the same key at the same moment may both be told that they wrote, and the last one's
+bytes stay. Keys name their contents, so those are the same bytes.
+
+The bucket should have a lifecycle rule that removes unfinished multipart uploads: a process killed in the middle of one leaves
+its parts.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from graftwork_adapters.s3_upload import Upload
 from graftwork_adapters.store import StoreConfig, check_key, check_prefix, is_key
 
 if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
     from mypy_boto3_s3.type_defs import ListObjectsV2OutputTypeDef
 
 
@@ -34,11 +39,12 @@ class S3Store:
     5xx, broken connections and short answers, never after 403 or 404. Opening asks the server nothing; `check` does.
     """
 
-    def __init__(self, config: StoreConfig, limits: S3Limits | None = None) -> None:
+    def __init__(self, config: StoreConfig, limits: S3Limits | None = None, client: S3Client | None = None) -> None:
+        """``client`` is one of `connect`'s for the same server, to be shared; by default a new one. Raises `UnsupportedStore`."""
         location = parse_location(config.url)
         self._bucket, self._prefix = location.bucket, location.prefix
         self._limits = limits or S3Limits()
-        self._client = connect(config, self._limits)
+        self._client = client or connect(config, self._limits)
 
     def check(self) -> None:
         """Raises `StoreError` unless the bucket is there and lets us list it; changes nothing."""

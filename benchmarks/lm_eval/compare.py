@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -226,6 +227,7 @@ def main(arguments: Sequence[str]) -> int:
             subjects = [Subject(options.model, options.url.rstrip("/"), key, options.adapter)]
             verdicts = compare(subjects, options.base, options.lm_eval)
         else:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("Terminated"))  # not without stopping the server
             with demo_server(options.base) as subjects:
                 verdicts = compare(subjects, options.base, options.lm_eval)
     except (HarnessFailed, OSError) as error:

@@ -90,8 +90,8 @@ def _refuse_newer(connection: Connection) -> None:
 
 @contextmanager
 def _connect(database_url: str, *, writes: bool = True) -> Iterator[Connection]:
-    """One transaction. If it ``writes`` it holds the write lock on SQLite, and on PostgreSQL the turn to migrate, so that of servers
-    that start at the same moment one migrates and the others find it done.
+    """One transaction. If it ``writes`` it holds the write lock on SQLite, and on PostgreSQL the turn to migrate: of servers that
+    start at the same moment one migrates, and the others find it done.
     """
     url = check_url(database_url)
     engine = migrating_engine(url) if is_postgresql(url) else _sqlite_engine(url, writes=writes)

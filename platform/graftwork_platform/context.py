@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,6 +27,8 @@ from graftwork_platform.secrets import Secrets, load_or_create
 from graftwork_platform.settings import Settings, given_secrets
 from graftwork_platform.tenants import Tenants
 from graftwork_platform.usage import UsageWriter
+
+_log = logging.getLogger(__name__)
 
 _OPEN_WITHIN_S = 5.0
 """How long a start waits for the database before it answers without it."""
@@ -109,6 +112,8 @@ async def running(services: Services) -> AsyncIterator[Services]:
     if services.database.is_shared:
         channel = KeyChannel(services.database, services.keyring)
         beside.append(asyncio.create_task(channel.run(), name="hear of changed keys"))
+    for task in beside:
+        task.add_done_callback(_tell_failure)
     await asyncio.wait([opening], timeout=_OPEN_WITHIN_S if services.database.is_shared else None)
     if opening.done():
         opening.result()
@@ -134,3 +139,8 @@ async def _open_keys(services: Services) -> None:
             await asyncio.sleep(_OPEN_PAUSE_S)
         else:
             return
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("the task to %s ended", task.get_name(), exc_info=error)

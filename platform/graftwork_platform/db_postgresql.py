@@ -99,7 +99,8 @@ def migrating_engine(url: URL) -> Engine:
 async def connection_for_notices(url: URL) -> AsyncIterator[psycopg.AsyncConnection]:
     """A connection outside every pool, each of whose statements is a transaction, to LISTEN on."""
     _, options = url.get_dialect()().create_connect_args(url)
-    async with await psycopg.AsyncConnection.connect(**{**connect_options(url), **options}, autocommit=True) as connection:
+    options = {**connect_options(url), "application_name": "graftwork key changes", **options}
+    async with await psycopg.AsyncConnection.connect(**options, autocommit=True) as connection:
         yield connection
 
 

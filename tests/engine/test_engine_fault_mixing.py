@@ -1,6 +1,6 @@
 """Public faults in which one tenant's adapter or cached prefix shows in another's answer, each as a recipe that would show it.
 
-Every answer is compared with what the same request gets when it is alone in a new engine without a prefix cache.
+Every answer is compared with what the same request gets when it is alone in an engine without a prefix cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import count, permutations
 from pathlib import Path
 
 import pytest
-from tiny_engine import ADAPTERS, BLOCK_BYTES, VOCAB_SIZE, TinyEngine, TinyModel, make_tiny_model
+from tiny_engine import ADAPTERS, BLOCK_BYTES, VOCAB_SIZE, Solo, TinyEngine, TinyModel, make_tiny_model
 
 LONG_PROMPT = [(13 * i * i + 5 * i + 1) % VOCAB_SIZE for i in range(400)]
 SHORT_PROMPT = LONG_PROMPT[:13]
@@ -23,10 +23,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture
-def solo(tiny: TinyModel, tmp_path: Path) -> Callable[..., list[int]]:
-    """``solo(adapter, prompt, max_tokens)``: what the request gets when it is alone."""
-    return lambda adapter, prompt, max_tokens: tiny.solo(adapter, prompt, max_tokens, tmp_path / "solo")
+@pytest.fixture(scope="module")
+def solo(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Solo]:
+    reference = Solo(tiny, tmp_path_factory.mktemp("solo"))
+    yield reference
+    reference.close()
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def start(tiny: TinyModel, tmp_path: Path) -> Iterator[Callable[..., TinyEngine]
         engine.close()
 
 
-def test_the_adapters_differ_so_that_a_mix_up_shows(solo: Callable[..., list[int]]) -> None:
+def test_the_adapters_differ_so_that_a_mix_up_shows(solo: Solo) -> None:
     for prompt in (SHORT_PROMPT, LONG_PROMPT):
         outputs = [tuple(solo(adapter, prompt, 8)) for adapter in (None, *ADAPTERS)]
         assert len(set(outputs)) == len(outputs)
@@ -91,15 +92,14 @@ def test_a_salt_that_is_an_adapters_key_opens_nothing(start, solo, tiny: TinyMod
 
 def test_running_adapters_while_others_are_loaded_and_evicted(start, solo, tiny: TinyModel) -> None:
     """Fault kind of vllm#47724: a running request goes on with another tenant's adapter after a load at run time."""
-    room = tiny.num_bytes["A"] + tiny.num_bytes["C"] + max(tiny.num_bytes["B"], tiny.num_bytes["D"])
-    engine = start(adapter_memory_bytes=room + 2048)
-    running = {adapter: engine.add(adapter, SHORT_PROMPT, 200) for adapter in ("A", "C")}
+    engine = start(adapter_memory_bytes=tiny.room_for("A", "C", "B"))
+    running = {adapter: engine.add(adapter, SHORT_PROMPT, 60) for adapter in ("A", "C")}
     while not all(engine.outputs[name] for name in running.values()):
         engine.step()
     loop: list[tuple[str, str, list[int]]] = []
     turn = 0
     while any(name not in engine.finished for name in running.values()):
-        visitor = ("B", "D", "A@v2")[turn % 3]
+        visitor = "BD"[turn % 2]
         name = engine.add(visitor, SHORT_PROMPT[turn % 3 :], 3)
         loop.append((name, visitor, SHORT_PROMPT[turn % 3 :]))
         while name not in engine.finished:
@@ -107,10 +107,10 @@ def test_running_adapters_while_others_are_loaded_and_evicted(start, solo, tiny:
         turn += 1
     engine.finish()
     for adapter, name in running.items():
-        assert engine.outputs[name] == solo(adapter, SHORT_PROMPT, 200)
+        assert engine.outputs[name] == solo(adapter, SHORT_PROMPT, 60)
     for name, visitor, prompt in loop:
         assert engine.outputs[name] == solo(visitor, prompt, 3)
-    assert engine.stat("adapter_device_evictions_total") >= 10
+    assert engine.stat("adapter_device_evictions_total") >= 5
 
 
 def test_batches_of_any_adapters_in_any_order(start, solo) -> None:
@@ -118,7 +118,7 @@ def test_batches_of_any_adapters_in_any_order(start, solo) -> None:
     engine, chance = start(), random.Random(5)
     names = (None, *ADAPTERS)
     batches: list[list[str | None]] = [[None] * 5, ["B"] * 7, ["A"], ["A", None, "A", None], ["D", "C", "B", "A@v2", "A", None]]
-    batches += [[chance.choice(names) for _ in range(chance.randrange(1, 12))] for _ in range(25)]
+    batches += [[chance.choice(names) for _ in range(chance.randrange(1, 12))] for _ in range(9)]
     for number, adapters in enumerate(batches):
         jobs = [
             (adapter, LONG_PROMPT[place % 3 : place % 3 + 1 + place % 5], 1 + (number + place) % 4)
@@ -130,20 +130,20 @@ def test_batches_of_any_adapters_in_any_order(start, solo) -> None:
 def test_adapters_alternate_on_a_long_shared_prefix(start, solo) -> None:
     """Fault kind of vllm#38606: a shared prefix, prompts in chunks, and another adapter every few milliseconds."""
     engine = start(prefill_chunk_size=64, max_num_batched_tokens=128, kv_memory_bytes=500 * BLOCK_BYTES, max_num_seqs=4)
-    jobs = [("AB"[n % 2], [*LONG_PROMPT, n % 7], 4) for n in range(60)]
+    jobs = [("AB"[n % 2], [*LONG_PROMPT, n % 7], 4) for n in range(36)]
     names = []
     for job in jobs:
         names.append(engine.add(*job))
         engine.step()
     engine.finish()
     assert [engine.outputs[name] for name in names] == [solo(*job) for job in jobs]
-    assert len(engine.cached) > 50, "the prefix was shared"
+    assert len(engine.cached) > 25, "the prefix was shared"
 
 
 def test_preempted_with_an_adapter(start, solo) -> None:
-    """Fault kind of vllm#546, vllm#9640 and vllm#13394, with LoRA: KV for one and a half requests, four long ones."""
-    engine = start(kv_memory_bytes=27 * BLOCK_BYTES, adapter_memory_bytes=48 << 10)
-    jobs = [(adapter, SHORT_PROMPT, 55) for adapter in ("A", "B", "C", "D")]
+    """Fault kind of vllm#546, vllm#9640 and vllm#13394, with LoRA: KV for one request and a half, and four of them."""
+    engine = start(kv_memory_bytes=18 * BLOCK_BYTES)
+    jobs = [(adapter, SHORT_PROMPT, 35) for adapter in ("A", "B", "C", "D")]
     assert engine.run(*jobs) == [solo(*job) for job in jobs]
     assert engine.stat("preemptions_total") >= 2
 
@@ -155,7 +155,7 @@ def test_loaded_one_by_one_and_again_in_reverse(start, solo, tiny: TinyModel) ->
     """
     largest = max(tiny.num_bytes.values())
     engine = start(
-        adapter_memory_bytes=largest + 1024, adapter_host_bytes=largest, adapter_disk_bytes=1, enable_prefix_caching=False
+        adapter_memory_bytes=largest * 4 // 3, adapter_host_bytes=largest, adapter_disk_bytes=1, enable_prefix_caching=False
     )
     for order in (list(ADAPTERS), list(reversed(ADAPTERS)), list(ADAPTERS)):
         for adapter in order:
@@ -169,14 +169,14 @@ def test_an_adapter_that_is_deleted_while_it_runs(start, solo, tmp_path: Path, t
     """Fault kind of dynamo#11520 and sglang#9084: what runs ends with the adapter it began with; the next one is told."""
     store = tmp_path / "store"
     shutil.copytree(tiny.store_dir, store)
-    engine = start(store={"url": str(store)}, adapter_memory_bytes=max(tiny.num_bytes.values()) + 1024, adapter_host_bytes=1 << 20)
+    engine = start(store={"url": str(store)}, adapter_memory_bytes=tiny.room_for("A"))
     name = engine.add("A", SHORT_PROMPT, 60)
     while len(engine.outputs[name]) < 20:
         engine.step()
     shutil.rmtree(store / "packed")
     engine.finish()
     assert engine.outputs[name] == solo("A", SHORT_PROMPT, 60)
-    gone = engine.add("B", SHORT_PROMPT, 4)
+    gone = engine.add("A@v2", SHORT_PROMPT, 4)
     engine.finish()
     assert engine.finished[gone] == "adapter_missing"
     (again,) = engine.run(("A", SHORT_PROMPT, 6))

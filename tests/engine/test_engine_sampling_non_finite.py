@@ -30,7 +30,7 @@ def memory() -> AdapterMemory:
     and the second with values as they should be."""
     good = random_adapter(1, 3, PROJECTIONS)
     calm = random_adapter(2, 4, ["self_attn.v_proj", "mlp.up_proj"])
-    huge = {site: (a, b * 3e38) for site, (a, b) in calm.items()}
+    huge = {site: (a * 1e20, b * 1e30) for site, (a, b) in calm.items()}
     infinite = {site: (a, b * float("inf")) for site, (a, b) in random_adapter(3, 2, ["self_attn.k_proj"]).items()}
     last = max(random_adapter(4, 2, ["mlp.down_proj"]))
     a, b = random_adapter(4, 2, ["mlp.down_proj"])[last]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -47,7 +47,7 @@ ADAPTERS = {
     "A@v2": (4, ("self_attn.k_proj", "self_attn.v_proj")),  # the same shape: all that differs is its bytes
     "B": (8, tuple(SHAPES)),
     "C": (2, ("self_attn.q_proj", "mlp.down_proj")),
-    "D": (5, ("self_attn.v_proj", "mlp.gate_proj")),
+    "D": (7, tuple(SHAPES)),
 }
 
 
@@ -59,17 +59,28 @@ class TinyModel:
     store_dir: Path
     keys: dict[str | None, AdapterKey | None]
     num_bytes: dict[str, int]
-    _solo: dict[tuple[str | None, tuple[int, ...]], list[int]] = field(default_factory=dict)
 
-    def solo(self, adapter: str | None, prompt: Sequence[int], max_tokens: int, folder: Path) -> list[int]:
-        """Greedy output of a request that is alone in a new engine."""
-        known = self._solo.get((adapter, tuple(prompt)), [])
-        if len(known) < max_tokens:
-            engine = TinyEngine(self, folder, enable_prefix_caching=False, max_num_batched_tokens=4096)
-            known = engine.run((adapter, prompt, max_tokens))[0]
-            engine.close()
-            self._solo[adapter, tuple(prompt)] = known
-        return known[:max_tokens]
+    def room_for(self, *adapters: str) -> int:
+        """Bytes of device memory that these adapters fit in together, the ends of their pages included."""
+        return sum(self.num_bytes[adapter] for adapter in adapters) * 4 // 3
+
+
+class Solo:
+    """Greedy output of requests that are alone in a roomy engine without a prefix cache; computed once."""
+
+    def __init__(self, model: TinyModel, folder: Path) -> None:
+        self._engine = TinyEngine(model, folder, enable_prefix_caching=False, max_num_batched_tokens=4096)
+        self._known: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
+
+    def __call__(self, adapter: str | None, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        key = adapter, tuple(prompt)
+        if len(self._known.get(key, ())) < max_tokens:
+            (self._known[key],) = self._engine.run((adapter, prompt, max_tokens))
+        return self._known[key][:max_tokens]
+
+    def close(self) -> None:
+        """Stop the engine's loading threads."""
+        self._engine.close()
 
 
 def make_tiny_model(folder: Path) -> TinyModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graftwork_platform.text.stop import StopMatcher
@@ -44,7 +44,12 @@ def test_pieces_change_nothing(text: str, stops: list[str], cuts: list[int], inc
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.text(st.sampled_from("ab"), max_size=3), max_size=15), STOPS, st.integers(0, 15))
+@given(
+    st.lists(st.text(st.sampled_from("ab"), max_size=3), max_size=15),
+    st.lists(st.text(st.sampled_from("ab"), min_size=1, max_size=4), max_size=3),
+    st.integers(0, 6),
+)
+@example(["aa", "a"], ["aa"], 1)
 def test_what_ends_in_a_piece_that_does_not_count_is_text(pieces: list[str], stops: list[str], num_free: int) -> None:
     shown, matched = follow(pieces, stops, num_free=num_free)
     free = len("".join(pieces[:num_free]))

@@ -65,6 +65,8 @@ def _guarded_by(keyring: KeyRing) -> type[APIRoute]:
 
             async def authenticate_then_handle(request: Request) -> Response:
                 await keyring.admit_admin(request.headers.get("authorization"))
+                if request.scope["path"].endswith("\n"):  # the router's patterns would take it for the name without it
+                    raise BadRequest("A path does not end in a line break.", code="invalid_path")
                 return await handle(request)
 
             return authenticate_then_handle

@@ -130,10 +130,11 @@ class Admission:
         """Raises as `admit_chat` does."""
         model = await self._resolve(request.model, origin)
         limit = self._limit()
+        is_long = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, str)) >= _LONG_TEXT
         prompts: list[list[int]] = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
-                prompts.append(await self._encode(prompt, "prompt", limit, add_special_tokens=True))
+                prompts.append(await self._encode(prompt, "prompt", limit, add_special_tokens=True, is_long=is_long))
             else:
                 self._check_size(len(prompt), limit, "prompt")
                 prompts.append(prompt)
@@ -194,11 +195,13 @@ class Admission:
                 code=ErrorCode.CONTEXT_LENGTH,
             )
 
-    async def _encode(self, text: str, param: str, limit: int | None, *, add_special_tokens: bool) -> list[int]:
+    async def _encode(
+        self, text: str, param: str, limit: int | None, *, add_special_tokens: bool, is_long: bool = False
+    ) -> list[int]:
         encode = self._text.tokenizer.encode
         try:
             self._check_size(self._text.tokenizer.min_tokens(len(text.encode())), limit, param)
-            if len(text) < _LONG_TEXT:
+            if len(text) < _LONG_TEXT and not is_long:
                 return encode(text, add_special_tokens=add_special_tokens)
             return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
         except UnicodeEncodeError as error:

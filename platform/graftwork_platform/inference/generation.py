@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -165,7 +166,9 @@ class Generator:
             async for item in streams:
                 if item.finish == FinishReason.ABORT.value:
                     raise EngineUnavailable("it stopped this request")
-                delta = choices.take(item)
+                # A repeated prompt may be long: other clients' streams go on meanwhile.
+                is_long = admitted.echo and item.first_output_index == 0
+                delta = await asyncio.to_thread(choices.take, item) if is_long else choices.take(item)
                 num_tokens = choices.num_tokens(delta.index)
                 tally.output_tokens += len(delta.token_ids)
                 entry.count(item.request_id, num_tokens, tally.note_cached(admitted, delta.index, item.cached_tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def inference_router(inference: Inference) -> APIRouter:
     async def tokenize(request: Request, caller: Caller = Depends(caller_of)) -> Response:
         asked = await parse_body(parse_tokenize, await read_body(request, inference.max_body_bytes))
         ids = await inference.admission.tokenize(asked, _origin(request, caller))
-        words = [inference.tokenizer.token_text(token_id) for token_id in ids] if asked.return_token_strs else None
+        words = await asyncio.to_thread(_words, inference.tokenizer, ids) if asked.return_token_strs else None
         return _json(Tokens(len(ids), _max_model_len(inference), ids, words))
 
     @router.post("/detokenize")
@@ -110,9 +111,14 @@ async def _frames(inference: Inference, admitted: Admitted, wire: Wire) -> Async
     tally = Tally(admitted.num_prompt_tokens)
     async with aclosing(inference.generator.run(admitted, tally)) as deltas:
         async for delta in deltas:
-            if frames := [event(chunk) for chunk in wire.chunks(delta)]:
-                yield b"".join(frames)
+            is_long = admitted.echo and delta.is_first
+            if frames := await asyncio.to_thread(_encode, wire, delta) if is_long else _encode(wire, delta):
+                yield frames
     yield b"".join(event(chunk) for chunk in wire.closing(_usage(tally))) + DONE
+
+
+def _encode(wire: Wire, delta: Delta) -> bytes:
+    return b"".join(event(chunk) for chunk in wire.chunks(delta))
 
 
 async def _whole(inference: Inference, admitted: Admitted, wire: Wire) -> msgspec.Struct:
@@ -121,7 +127,12 @@ async def _whole(inference: Inference, admitted: Admitted, wire: Wire) -> msgspe
     async with aclosing(inference.generator.run(admitted, tally)) as deltas:
         async for delta in deltas:
             outputs[delta.index].append(delta)
-    return wire.whole([join(output) for output in outputs], _usage(tally))
+    joined = [join(output) for output in outputs]
+    return await asyncio.to_thread(wire.whole, joined, _usage(tally)) if admitted.echo else wire.whole(joined, _usage(tally))
+
+
+def _words(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.token_text(token_id) for token_id in ids]
 
 
 def _origin(request: Request, caller: Caller) -> Origin:

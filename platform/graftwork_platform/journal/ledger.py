@@ -73,6 +73,7 @@ class _Closing:
     """A final row on its way into the journal. ``done`` is None once its caller has been told that it failed."""
 
     row: UsageRow
+    frame: bytes
     entry: UsageEntry | None
     done: asyncio.Future[None] | None
 
@@ -136,6 +137,8 @@ class UsageLedger:
             asyncio.create_task(self._write_for_ever(), name="write the usage journal"),
             asyncio.create_task(self._backlog.run(), name="write usage rows"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(_report_end)
 
     async def close(self) -> None:
         """Give the database a moment to take what is left, and leave the rest to the next start."""
@@ -206,7 +209,7 @@ class UsageLedger:
         if self._is_stopping or not self._tasks:
             raise UsageNotRecorded(self._failure)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._closing.append(_Closing(row, entry, done))
+        self._closing.append(_Closing(row, encode_record(Close(row)), entry, done))
         self._wake.set()
         await done
 
@@ -256,7 +259,7 @@ class UsageLedger:
 
     async def _write(self, closing: list[_Closing], *, with_counts: bool) -> None:
         chapter = self._opened_chapter()
-        frames = [encode_record(Close(closed.row)) for closed in closing]
+        frames = [closed.frame for closed in closing]
         changed: set[UsageEntry] = set()
         to_sync = [chapter] if frames else []
         if with_counts:
@@ -371,6 +374,11 @@ class UsageLedger:
 def _checkpoint(entries: Sequence[UsageEntry] | set[UsageEntry]) -> bytes:
     counts = {engine_id: count for entry in entries for engine_id, count in entry.counts.items()}
     return encode_record(Checkpoint(counts)) if counts else b""
+
+
+def _report_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("the task to %s has failed; rows wait for the next start", task.get_name(), exc_info=error)
 
 
 def _append_and_sync(segment: Segment, data: bytes, to_sync: Sequence[Segment]) -> None:

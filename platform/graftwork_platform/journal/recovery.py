@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol, TypeVar
 from uuid import UUID
 
@@ -149,13 +150,13 @@ class Recovery:
     async def _read(self, folder: JournalFolder, findings: _Findings) -> bool:
         """Make a journal's final rows ours, and gather the rest; False if another version wrote it."""
         for path in folder.segments():
-            reading = Reading(await asyncio.to_thread(path.read_bytes))
+            reading, records = await asyncio.to_thread(_read_segment, path)
             if reading.is_other_format:
                 if folder.path.name not in self._unreadable:
                     _log.error("%s has another format than this version's, and is left alone", path)
                     self._unreadable.add(folder.path.name)
                 return False
-            rows = findings.take_in(reading)
+            rows = findings.take_in(records)
             if reading.num_cut:
                 _log.warning("%s: the last %d bytes are torn or damaged, and are left out", path, reading.num_cut)
             for batch in _batches(rows):
@@ -208,6 +209,11 @@ async def recovering(recovery: Recovery) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _read_segment(path: Path) -> tuple[Reading, list[Record]]:
+    reading = Reading(path.read_bytes())
+    return reading, list(reading)
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:

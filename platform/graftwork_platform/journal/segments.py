@@ -115,8 +115,10 @@ class JournalFolder:
         return sorted(self.path.glob(f"*{_SUFFIX}"))
 
     def release(self) -> None:
-        """Leave the folder to whoever finds it."""
-        os.close(self._lock)
+        """Leave the folder to whoever finds it; done once, however often it is called."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
     def remove(self) -> None:
         """Delete the folder with all in it. The lock goes last, so a deletion that is cut short is seen and done again."""
@@ -125,7 +127,7 @@ class JournalFolder:
         (self.path / _LOCK_NAME).unlink(missing_ok=True)
         with suppress(OSError):  # something that is not ours lies in it
             self.path.rmdir()
-        os.close(self._lock)
+        self.release()
 
 
 def take_dead(root: Path, sync: Sync = os.fsync) -> list[JournalFolder]:

@@ -130,15 +130,7 @@ def serve(
             shutdown_grace=shutdown_grace,
             secrets_path=None if secrets_dir is None else secrets_dir.absolute(),
             database_url=database_url,
-            object_store=None
-            if object_store is None
-            else StoreConfig(
-                object_store if "://" in object_store else str(Path(object_store).absolute()),
-                s3_endpoint,
-                s3_region,
-                s3_path_style,
-                None if s3_ca_bundle is None else str(s3_ca_bundle.absolute()),
-            ),
+            object_store=_store_config(object_store, s3_endpoint, s3_region, s3_path_style, s3_ca_bundle),
         )
         chosen: dict[str, int | float | None] = {
             "adapter_memory_bytes": adapter_memory,
@@ -157,6 +149,17 @@ def serve(
     except (CannotServe, ChildFailed, ConfigError, DataDirBusy, OSError, SeedFailed, UnsupportedBase, UnsupportedDatabase) as error:
         typer.echo(json.dumps({"error": {"message": str(error)}}) if as_json else f"Error: {error}", err=not as_json)
         raise typer.Exit(1) from error
+
+
+def _store_config(
+    url: str | None, endpoint: str | None, region: str | None, path_style: bool | None, ca_bundle: Path | None
+) -> StoreConfig | None:
+    if url is None:
+        if (endpoint, region, path_style, ca_bundle) != (None,) * 4:
+            raise CannotServe("S3 settings are of use with --object-store s3://BUCKET/PREFIX only")
+        return None
+    place = url if "://" in url else str(Path(url).absolute())
+    return StoreConfig(place, endpoint, region, path_style, None if ca_bundle is None else str(ca_bundle.absolute()))
 
 
 def _engine_config(settings: Settings, chosen: dict[str, int | float | None], *, prefix_caching: bool) -> EngineConfig:

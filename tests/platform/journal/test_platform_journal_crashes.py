@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from journal_bench import Bench, engine_ids_of, kill, make_row
+from property_budget import budget
 
 from graftwork_platform.ids import parse
 from graftwork_platform.journal.ledger import UsageEntry, UsageLedger
@@ -185,7 +185,7 @@ class CrashingLedger(RuleBasedStateMachine):
 
 
 TestCrashingLedger = CrashingLedger.TestCase
-TestCrashingLedger.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestCrashingLedger.settings = budget(15, steps=25)
 
 
 PROCESS = textwrap.dedent(
@@ -227,7 +227,7 @@ PROCESS = textwrap.dedent(
             running = {task for task in running if not task.done()}
 
     for lifetime in sys.argv[3:]:
-        process = os.fork()  # cheaper than eight interpreters
+        process = os.fork()  # cheaper than many interpreters
         if process == 0:
             asyncio.run(main())
         time.sleep(float(lifetime))
@@ -243,7 +243,7 @@ def test_a_process_killed_at_any_moment_loses_nothing_and_invents_nothing(tmp_pa
     opened: set[str] = set()
     made: dict[str, int] = {}
     closed: dict[str, int] = {}
-    lifetimes = [f"{chance.uniform(0.05, 0.5):.3f}" for _ in range(8)]
+    lifetimes = [f"{chance.uniform(0.05, 0.4):.3f}" for _ in range(6)]
     arguments = [sys.executable, "-c", PROCESS, str(bench.root), str(Path(__file__).parent), *lifetimes]
     for line in subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.splitlines():
         match line.split():

@@ -6,8 +6,7 @@ import errno
 import os
 import time
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from journal_bench import Engine, engine_ids_of, make_row
@@ -39,10 +38,10 @@ class LivingEngine(Engine):
 
 def application(settings: Settings, spec: BaseSpec, engine: LivingEngine) -> tuple[Services, TestClient]:
     services = build_services(settings, spec, open_store(settings.store))
-    text: Any = SimpleNamespace(tokenizer=None, render=None)
-    return services, TestClient(create_app(services, engine, text))
+    return services, TestClient(create_app(services, engine, MagicMock()))
 
 
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 def test_a_journal_that_cannot_be_written_makes_the_server_unready_until_it_can(
     data_settings: Settings, bare_spec: BaseSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +71,7 @@ def test_a_journal_that_cannot_be_written_makes_the_server_unready_until_it_can(
             time.sleep(0.05)
 
 
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 def test_an_application_recovers_what_an_earlier_one_left(data_settings: Settings, bare_spec: BaseSpec) -> None:
     row = make_row()
     folder = JournalFolder.create(data_settings.data_dir / "journal")

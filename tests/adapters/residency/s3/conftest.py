@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,8 +18,9 @@ import boto3
 import pytest
 from botocore.config import Config
 
-from graftwork_adapters.s3_client import MIB, S3Limits
+from graftwork_adapters.s3_client import MIB, S3Limits, connect
 from graftwork_adapters.s3_store import S3Store
+from graftwork_adapters.store import StoreConfig
 
 Answer = tuple[int, list[tuple[str, str]], bytes]  # status, headers, body
 
@@ -169,37 +171,49 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, proxy: Proxy, upstream: str) -> None:
+    def __init__(self, upstream: str) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.proxy, self.upstream = proxy, urlsplit(upstream).netloc
-        proxy.endpoint = f"http://127.0.0.1:{self.server_port}"
+        self.proxy, self.upstream = Proxy(), urlsplit(upstream).netloc
 
     def shutdown_request(self, request: Any) -> None:
         self.close_request(request)  # without the polite end that comes before it by default, so a reset is one
 
 
-@pytest.fixture
-def proxy(s3_server) -> Iterator[Proxy]:
-    proxy = Proxy()
-    with Server(proxy, s3_server.endpoint) as server:
+@pytest.fixture(scope="session")
+def proxy_server(s3_server) -> Iterator[Server]:
+    with Server(s3_server.endpoint) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        yield proxy
-        proxy.released.set()
+        yield server
         server.shutdown()
         thread.join()
 
 
 @pytest.fixture
-def store(s3_config) -> S3Store:
-    """Straight to the server."""
-    return S3Store(s3_config, LIMITS)
+def proxy(proxy_server) -> Iterator[Proxy]:
+    """The proxy, without faults and with no request seen so far."""
+    proxy_server.proxy = Proxy(f"http://127.0.0.1:{proxy_server.server_port}")
+    yield proxy_server.proxy
+    proxy_server.proxy.released.set()
+
+
+@pytest.fixture(scope="session")
+def client_of(s3_server) -> Callable[[str, S3Limits], Any]:
+    """Clients by server and limits: one takes a while to make."""
+    return cache(lambda endpoint, limits: connect(StoreConfig("s3://any", s3_endpoint=endpoint), limits))
 
 
 @pytest.fixture
-def through(s3_config, proxy) -> Callable[..., S3Store]:
+def store(s3_config, client_of) -> S3Store:
+    """Straight to the server."""
+    return S3Store(s3_config, LIMITS, client_of(s3_config.s3_endpoint, LIMITS))
+
+
+@pytest.fixture
+def through(s3_config, proxy, client_of) -> Callable[..., S3Store]:
     """The same store by way of the proxy."""
-    return lambda limits=LIMITS: S3Store(replace(s3_config, s3_endpoint=proxy.endpoint), limits)
+    config = replace(s3_config, s3_endpoint=proxy.endpoint)
+    return lambda limits=LIMITS: S3Store(config, limits, client_of(proxy.endpoint, limits))
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 
 import pytest
 
 from graftwork_adapters.errors import BlobCorrupt, BlobNotFound, StoreUnavailable
 
 ALWAYS = 1 << 30
+SLACK = 8.0  # seconds that a busy machine may add to a deadline, whose exact place the budget's own tests check
 BLOB = os.urandom(300_000)
 PLACES = [0, 150_000, -1]  # first, middle, last byte
 
@@ -24,9 +24,9 @@ def source(tmp_path):
 
 @pytest.fixture
 def large(tmp_path):
-    """Three parts, the last of one byte."""
+    """Two parts, the last of one byte."""
     path = tmp_path / "large"
-    path.write_bytes(os.urandom(1 << 20) * 10 + b"x")
+    path.write_bytes(os.urandom(1 << 20) * 5 + b"x")
     return path
 
 
@@ -39,10 +39,6 @@ def dest(tmp_path):
 def stored(store, source):
     assert store.put_if_absent("packed/a", source)
     return store
-
-
-def parts_of(part: int) -> str:
-    return f"partNumber={part}&"
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -85,10 +81,7 @@ def test_what_passes_is_tried_again_by_every_call(stored, through, proxy, fault,
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", [503, "reset", "cut"])
 def test_what_does_not_pass_is_store_unavailable_and_leaves_no_file(stored, through, proxy, fault, dest, tmp_path, kind, place):
-    if isinstance(kind, int) or kind == "reset":
-        proxy.faults = [fault("cut", at=place), fault(kind, times=ALWAYS)]
-    else:
-        proxy.faults = [fault(kind, at=place), fault(kind, times=ALWAYS)]
+    proxy.faults = [fault("cut", at=place), fault(kind, times=ALWAYS)]
     with pytest.raises(StoreUnavailable) as caught:
         through().fetch("packed/a", dest)
     assert caught.value.fix
@@ -100,11 +93,12 @@ def test_what_does_not_pass_is_store_unavailable_and_leaves_no_file(stored, thro
 @pytest.mark.parametrize("place", PLACES)
 def test_a_server_that_falls_silent_is_given_up_by_the_deadline(stored, through, proxy, fault, hasty, dest, place):
     """B098: a load that never answers."""
-    proxy.faults = [fault("hang", times=ALWAYS, at=place)]
+    proxy.faults = [fault("hang", at=place), fault("hang", times=ALWAYS)]
+    store = through(hasty)
     began = time.monotonic()
-    with pytest.raises(StoreUnavailable, match="does not answer in time|too slow|breaks connections"):
-        through(hasty).fetch("packed/a", dest)
-    assert time.monotonic() - began < hasty.deadline + 0.5
+    with pytest.raises(StoreUnavailable, match=r"does not answer in time|too slow"):
+        store.fetch("packed/a", dest)
+    assert time.monotonic() - began < hasty.deadline + SLACK
     assert not dest.exists()
 
 
@@ -125,15 +119,16 @@ def test_a_server_that_accepts_and_never_answers_stops_no_call_for_ever(through,
         began = time.monotonic()
         with pytest.raises(StoreUnavailable, match="does not answer in time"):
             call()
-        assert time.monotonic() - began < hasty.deadline + 0.5
+        assert time.monotonic() - began < hasty.deadline + SLACK
 
 
 def test_a_server_that_drips_meets_the_deadline_too(stored, through, proxy, fault, hasty, dest):
     proxy.faults = [fault("drip", times=ALWAYS, at=100)]
+    store = through(hasty)
     began = time.monotonic()
     with pytest.raises(StoreUnavailable, match="too slow"):
-        through(hasty).fetch("packed/a", dest)
-    assert time.monotonic() - began < hasty.deadline + 0.5
+        store.fetch("packed/a", dest)
+    assert time.monotonic() - began < hasty.deadline + SLACK
     assert not dest.exists()
 
 
@@ -202,33 +197,54 @@ def test_a_conflict_that_is_none_is_tried_again(through, proxy, fault, source, l
     assert unfinished() == []
 
 
+PART_REQUESTS = {"uploads": "POST", "partNumber=1": "PUT", "partNumber=2": "PUT", "?uploadId=": "POST"}
+
+
 @pytest.mark.parametrize("kind", [503, "reset", "lost"])
-@pytest.mark.parametrize("request_of", ["uploads", "partNumber=1&", "partNumber=3&", "?uploadId="])
 def test_a_put_in_parts_survives_a_fault_at_each_of_its_requests(
-    through, proxy, fault, large, dest, store, unfinished, s3, s3_config, kind, request_of
+    through, proxy, fault, large, dest, store, unfinished, s3, s3_server, kind
 ):
-    method = "PUT" if "part" in request_of else "POST"
-    proxy.faults = [fault(kind, method, request_of)]
-    assert through().put_if_absent("packed/large", large)
-    assert proxy.faults[0].times == 0
-    store.fetch("packed/large", dest)
-    assert dest.read_bytes() == large.read_bytes()
+    proxied = through()
+    for number, (part, method) in enumerate(PART_REQUESTS.items()):
+        proxy.faults = [fault(kind, method, part)]
+        assert proxied.put_if_absent(f"packed/{number}", large)
+        assert proxy.faults[0].times == 0
+        store.fetch(f"packed/{number}", dest)
+        assert dest.read_bytes() == large.read_bytes()
+        dest.unlink()
     # An upload whose name never came back cannot be ended by us; it has no parts, and the bucket's lifecycle rule removes it.
-    assert len(unfinished()) == (1 if (kind, request_of) == ("lost", "uploads") else 0)
-    bucket = s3_config.url.split("/")[2]
-    for upload in s3.list_multipart_uploads(Bucket=bucket).get("Uploads", []):
-        assert not s3.list_parts(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]).get("Parts")
-        s3.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    left = s3.list_multipart_uploads(Bucket=s3_server.bucket).get("Uploads", [])
+    assert len(left) == (1 if kind == "lost" else 0)
+    for upload in left:
+        named = {"Bucket": s3_server.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+        assert upload["Key"].endswith("packed/0")
+        assert not s3.list_parts(**named).get("Parts")
+        s3.abort_multipart_upload(**named)
 
 
 @pytest.mark.parametrize("kind", [403, 503, "reset"])
-@pytest.mark.parametrize("request_of", ["partNumber=1&", "partNumber=3&", "?uploadId="])
-def test_a_put_in_parts_that_fails_leaves_no_parts(through, proxy, fault, large, store, unfinished, kind, request_of):
-    proxy.faults = [fault(kind, "PUT" if "part" in request_of else "POST", request_of, times=ALWAYS)]
-    with pytest.raises(StoreUnavailable):
-        through().put_if_absent("packed/large", large)
+def test_a_put_in_parts_that_fails_leaves_no_parts(through, proxy, fault, large, store, unfinished, kind):
+    proxied = through()
+    for part, method in PART_REQUESTS.items():
+        proxy.faults = [fault(kind, method, part, times=ALWAYS)]
+        with pytest.raises(StoreUnavailable):
+            proxied.put_if_absent("packed/large", large)
+        assert unfinished() == []
+        assert not store.exists("packed/large")
+
+
+def test_a_blob_that_comes_between_the_parts_and_their_completion_stays(
+    through, proxy, fault, large, source, store, dest, unfinished
+):
+    class Overtaken(fault):
+        def strike(self) -> None:
+            assert store.put_if_absent("packed/a", source)
+
+    proxy.faults = [Overtaken("", "POST", "?uploadId=")]
+    assert not through().put_if_absent("packed/a", large)
+    store.fetch("packed/a", dest)
+    assert dest.read_bytes() == BLOB
     assert unfinished() == []
-    assert not store.exists("packed/large")
 
 
 def test_a_put_that_cannot_send_in_time_is_given_up(through, proxy, fault, hasty, large, unfinished):
@@ -236,8 +252,8 @@ def test_a_put_that_cannot_send_in_time_is_given_up(through, proxy, fault, hasty
     proxy.mute = True
     began = time.monotonic()
     with pytest.raises(StoreUnavailable):
-        through(replace(hasty, part_concurrency=1)).put_if_absent("packed/large", large)
-    assert time.monotonic() - began < hasty.deadline + 2.0  # and the removal of the parts
+        through(hasty).put_if_absent("packed/large", large)
+    assert time.monotonic() - began < hasty.deadline + SLACK  # and the removal of the parts
     assert unfinished() == []
 
 
