@@ -290,7 +290,7 @@ def _children(plan: ServePlan, endpoint: str, listener: socket.socket) -> list[C
             "graftwork_platform.serve.api_process",
             ["--fd", str(listener.fileno())],
             encode_config(api),
-            plan.settings.shutdown_grace + 2 * LAST_WORDS_S,
+            plan.settings.shutdown_grace + 3 * LAST_WORDS_S,
             pass_fds=[listener.fileno()],
         ),
     ]
