@@ -14,6 +14,7 @@ from tiny_model import TinyEngine, adapter_memory, make_runner, random_adapter
 
 from graftwork_adapters.base_spec import PROJECTIONS
 from graftwork_engine.errors import ErrorCode
+from graftwork_engine.kv.manager import KVCacheManager
 from graftwork_engine.messages import EngineError, OutItem, Sampling
 from graftwork_engine.request import Request, RequestId
 from graftwork_engine.sched.plan import BASE, RequestResult, ScheduledRequest, StepPlan
@@ -247,8 +248,24 @@ def test_whenever_a_request_fails_all_books_agree_and_nobody_reads_its_blocks(
             assert bench.output(name) == solo_output(request)
 
 
-def test_blocks_that_were_registered_before_a_preemption_are_withdrawn_as_well() -> None:
-    """A request that computed its blocks a second time, beside the first ones, which are still findable."""
+def test_contents_are_withdrawn_whoever_computed_them() -> None:
+    """Two requests computed the same prefix side by side: one has the blocks that are found, the other one is withdrawn."""
+    kv = KVCacheManager(8, 2, "base")
+    requests = [Request(RequestId(name), [1, 2, 3, 4, 5], GREEDY, b"", "", 0.0) for name in "ab"]
+    for request in requests:
+        assert kv.extend(request, 5)
+    for request in requests:
+        kv.register(request, 0, 5)
+    assert kv.find_computed(requests[1]) == requests[0].block_ids[:2]
+    kv.withdraw(requests[1])
+    assert kv.find_computed(requests[0]) == []
+    assert kv.discrepancies(requests) == []
+    for request in requests:
+        kv.free(request)
+    assert kv.stats()["kv_blocks_free"] == 8
+
+
+def test_what_was_registered_before_a_preemption_is_withdrawn_as_well() -> None:
     bench = Bench(num_blocks=6, block_size=2, budget=16)
     runner = FaultyRunner(bench)
     bench.core._runner = runner  # type: ignore[assignment]
