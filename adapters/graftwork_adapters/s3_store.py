@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 CHECK_LIMITS = S3Limits(connect_timeout=3.0, read_timeout=4.0, deadline=10.0, max_attempts=3)
 """For someone who waits for the answer."""
+
+
+DELETE_DEADLINE_S = 30.0
+"""A deletion has no bytes to move."""
 
 
 class S3Store:
@@ -92,9 +97,10 @@ class S3Store:
         return self._sorted_keys(prefix)
 
     def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
+        """See `ObjectStore.delete`. Ends early: who deletes has told others for how long they must wait."""
         name = self._name(key)
-        Budget(self._limits).run("delete", key, lambda: self._client.delete_object(Bucket=self._bucket, Key=name))
+        limits = replace(self._limits, deadline=min(self._limits.deadline, DELETE_DEADLINE_S))
+        Budget(limits).run("delete", key, lambda: self._client.delete_object(Bucket=self._bucket, Key=name))
 
     def _name(self, key: str) -> str:
         check_key(key)
