@@ -42,6 +42,9 @@ Url = Annotated[str | None, typer.Option("--url", help="Where the server is. [en
 AdminKey = Annotated[str | None, typer.Option("--admin-key", help="The operator's key. [env: GRAFTWORK_ADMIN_KEY]")]
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="The server's data directory, to read admin.key from.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DatabaseUrl = Annotated[
+    str, typer.Option("--database-url", envvar="GRAFTWORK_DATABASE_URL", help="The server's database, unless it is in DATA_DIR.")
+]
 OfTenant = Annotated[str, typer.Option("--tenant", help="The tenant's name or id.")]
 
 _COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
@@ -150,14 +153,16 @@ def delete_adapter(
 
 
 @app.command("doctor")
-def doctor(url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+def doctor(
+    url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, database_url: DatabaseUrl = "", as_json: AsJson = False
+) -> None:
     """Look for what keeps a server from serving, and say what to do; exit 1 if anything does."""
     report = Report()
     examine_software(report)
     if data_dir is None:
         report.warn("data directory", None, "was not looked at", "give --data-dir")
     else:
-        examine_data(report, Settings(data_dir=data_dir, model_dir=data_dir))
+        examine_data(report, Settings(data_dir=data_dir, model_dir=data_dir, database_url=database_url))
     with _calling(url, admin_key, data_dir, as_json) as client:
         examine_server(report, client)
     findings = report.as_json()

@@ -18,8 +18,8 @@ from graftwork_engine.messages import Sampling
 from graftwork_engine.request import AdapterKey, Request, RequestId
 
 BASES = ("base", "base2")
-SALTS = (b"", b"2", b"A", b"AB")  # two are an adapter's key; base and "2" laid end to end are base2
-ADAPTERS = (None, None, "A", "AB", "B", "A@v2")
+SALTS = (b"", b"2", b"A")  # one is an adapter's key; base and "2" laid end to end are base2
+ADAPTERS = (None, None, None, "A", "AB", "A@v2")
 
 
 def history(base: str, request: Request, count: int) -> list[bytes]:
@@ -187,3 +187,14 @@ class BlockMachine(RuleBasedStateMachine):
 
 TestBlockMachine = BlockMachine.TestCase
 TestBlockMachine.settings = budget(100, steps=40)
+
+
+def test_base_and_salt_are_not_laid_end_to_end() -> None:
+    """Fault kind of sglang#24638: parts joined without their lengths, so that another split of the same letters is the same key."""
+    machine = BlockMachine()
+    machine.build(num_blocks=8, block_size=2)
+    machine.arrive("base", b"2", None, 0, 5, 0, scores=False)
+    machine.compute(0, 5, fails=False)
+    again, other = (Request(RequestId(salt.decode()), [0] * 5, Sampling(1, 1), salt, "flow", 0.0) for salt in (b"2", b""))
+    assert len(machine.managers["base"].find_computed(again)) == 2
+    assert machine.managers["base2"].find_computed(other) == []

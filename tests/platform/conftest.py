@@ -187,43 +187,43 @@ class Line:
     def __init__(self, target: int) -> None:
         self._target = target
         self._flowing = threading.Event()
+        self._flowing.set()
+        self._is_cut = False
         self._sockets: list[socket.socket] = []
-        self._listener: socket.socket | None = None
-        self.port = 0
-        self.mend()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
 
     def hold(self) -> None:
         """Nothing passes, and nobody is told."""
         self._flowing.clear()
 
     def cut(self) -> None:
-        """Connections end, and new ones are refused."""
-        if self._listener is not None:
-            self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
-            self._listener = None
+        """Connections end, new ones at once."""
+        self._is_cut = True
         for each in self._sockets:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
     def mend(self) -> None:
         """All passes again, what was held too."""
+        self._is_cut = False
         self._flowing.set()
-        if self._listener is None:
-            self._listener = socket.create_server(("127.0.0.1", self.port))
-            self.port = self._listener.getsockname()[1]
-            threading.Thread(target=self._accept, args=[self._listener], daemon=True).start()
 
     def close(self) -> None:
         self.mend()
         self.cut()
-        for each in self._sockets:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for each in (self._listener, *self._sockets):
             each.close()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                near = listener.accept()[0]
+                near = self._listener.accept()[0]
+                if self._is_cut:
+                    near.close()
+                    continue
                 far = socket.create_connection(("127.0.0.1", self._target))
                 self._sockets += [near, far]
                 for ends in ((near, far), (far, near)):

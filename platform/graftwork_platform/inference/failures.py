@@ -49,6 +49,11 @@ def _failed(failure: RequestFailed, model: str) -> PlatformError:
         return _adapter_unavailable(model, str(failure), failure.code)
     if failure.code == ErrorCode.TIMEOUT:
         return _timed_out(str(failure))
+    if failure.code == ErrorCode.NOTHING_TO_DRAW:
+        return BadRequest(str(failure), param="logit_bias", code=failure.code)
+    if failure.code == ErrorCode.NON_FINITE:
+        message = f"The model `{model}` cannot answer this request: {failure}"
+        return PlatformError(message, status=500, code=failure.code, headers=_NEVER_RETRY)
     if failure.code == ErrorCode.POISONED:
         return PlatformError(f"The request could not be completed: {failure}", status=500, code=failure.code, headers=_NEVER_RETRY)
     return PlatformError("The server had an error while processing your request.", status=500, code=failure.code)

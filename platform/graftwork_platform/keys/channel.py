@@ -38,6 +38,7 @@ _BEAT_S = 0.25
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _REREAD_WITHIN_S = 2.0
+_REREADS = 2  # at the same time, of the database's four readers
 _MOST_IDS = 500
 """More changes at once than this, and everything is read."""
 
@@ -67,11 +68,15 @@ class _Changes:
 
 
 def reread_from(database: Database, *, within: float = _REREAD_WITHIN_S) -> Reread:
-    """Reads one key for a request that cannot wait for the channel; gives up after ``within`` seconds."""
+    """Reads one key for a request that cannot wait for the channel; gives up after ``within`` seconds.
+
+    Few at a time, so that a flood of keys that are none leaves connections to those whose keys are known.
+    """
+    places = asyncio.Semaphore(_REREADS)
 
     async def reread(public_id: str) -> KeyEntry | None:
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(within), places:
                 return await database.run_read(lambda session: entry_called(session, public_id))
         except (TimeoutError, SQLAlchemyError) as error:
             raise ServiceUnavailable("API keys cannot be checked at the moment; try again.", code="keys_unavailable") from error
