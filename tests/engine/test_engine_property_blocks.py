@@ -135,7 +135,7 @@ class BlockMachine(RuleBasedStateMachine):
                 RequestId("again"), request.token_ids(0, request.num_tokens), Sampling(1, 1), request.cache_salt, "", 0.0
             )
             again.adapter_key, again.adapter_start = request.adapter_key, request.adapter_start
-            assert kv.find_computed(again) == []
+            assert request.num_computed_tokens < self.size or kv.find_computed(again) == []
         kv.free(request)
 
     @rule(count=st.sampled_from([1, 99, 99]))

@@ -94,8 +94,9 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(place=st.integers(0, 99))
     def discard_perhaps_too_late(self, place: int) -> None:
         key, path = self.paths[place % len(self.paths)]
-        if key in self.model and self.cache.find(key) == path:
-            del self.model[key]
+        newest = [one for one in self.paths if one[0] == key][-1]
+        if newest == (key, path):
+            self.model.pop(key, None)
         self.cache.discard(key, path)
 
     @rule(foreign=st.booleans(), bound=st.sampled_from([BOUND, BOUND, 300]))
