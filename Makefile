@@ -85,15 +85,18 @@ serve-s3: setup-dev base ## the same, with the adapters in an S3 server of its o
 	  $(BIN)/graftwork serve --model "$(BASE)" --data-dir "$(DATA_DIR)/s3" --port $(PORT) --seed examples/demo.json \
 	  --object-store "s3://{bucket}/graftwork" --s3-endpoint "{endpoint}"
 
+# Many tests wait for other processes, so two at a time keep two cores busy; one thread each, since more of them would fight.
+TEST_WORKERS ?= 2
+TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(TEST_WORKERS) --dist loadfile
+
 test: setup-dev base ## set everything up and run every test that needs no GPU, on both pairs of database and store
-	$(BIN)/pytest -m "not gpu"
+	$(TESTS)
 
 # Rounds of kills differ in where they strike, so more of them find more.
 CHAOS_ROUNDS ?= 3
 
 test-full: setup-dev base ## the same with far more random examples, and the kill tests CHAOS_ROUNDS times
-	$(BIN)/pytest -m "not gpu" --hypothesis-profile=full
-	for round in $$(seq 2 $(CHAOS_ROUNDS)); do $(BIN)/pytest -m "not gpu" tests/chaos; done
+	CHAOS_ROUNDS=$(CHAOS_ROUNDS) $(TESTS) --hypothesis-profile=full
 
 e2e: setup-dev base ## only the tests that start whole servers
 	$(BIN)/pytest -m "e2e and not gpu"

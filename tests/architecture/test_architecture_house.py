@@ -186,3 +186,15 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     assert os.access(run, os.X_OK)
     assert re.search(r"^make test +#", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert re.search(r"^check tests .* make test$", run.read_text(), re.MULTILINE)
+
+
+def test_every_test_that_the_faults_page_names_exists() -> None:
+    page = (ROOT / "docs" / "public-faults.md").read_text()
+    named, path = [], ""
+    for file, name in re.findall(r"`([\w/]+\.py)?(?:::(\w+))?`", page):
+        path = file or path
+        named.append((path, name))
+    assert len(named) > 60
+    for file, name in named:
+        source = (ROOT / "tests" / file).read_text()
+        assert not name or re.search(rf"^(    )?def {name}\(|^{name} = ", source, re.MULTILINE), f"{file}::{name}"

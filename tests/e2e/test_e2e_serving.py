@@ -123,9 +123,8 @@ def test_prompt_beyond_the_limit_names_both_numbers(server: Any, key: str) -> No
 
 
 def test_vanished_blob_is_503_and_the_rest_goes_on(server: Any, key: str, make_adapter: Callable[..., Path]) -> None:
-    pushed = server.cli("adapters", "push", str(make_adapter("vanishing", 30)), "--tenant", "acme", "--name", "vanishing")
-    packed = packed_of(server, pushed["digest"])
-    for gone in [*server.store.list_keys(upload_prefix(pushed["digest"])), packed]:
+    digest = server.push(make_adapter("vanishing", 30), tenant="acme", name="vanishing").digest
+    for gone in [*server.store.list_keys(upload_prefix(digest)), packed_of(server, digest)]:
         server.store.delete(gone)
     client = server.client(key)
     with pytest.raises(openai.InternalServerError) as raised:
@@ -137,8 +136,8 @@ def test_vanished_blob_is_503_and_the_rest_goes_on(server: Any, key: str, make_a
 
 def test_missing_packed_form_is_rebuilt(server: Any, key: str, make_adapter: Callable[..., Path], reference: Any) -> None:
     folder = make_adapter("rebuilt", 31)
-    pushed = server.cli("adapters", "push", str(folder), "--tenant", "acme", "--name", "rebuilt")
-    server.store.delete(packed_of(server, pushed["digest"]))
+    digest = server.push(folder, tenant="acme", name="rebuilt").digest
+    server.store.delete(packed_of(server, digest))
     assert server.complete(server.client(key), "rebuilt", PROMPT, 8) == reference(folder, PROMPT, 8)
 
 
@@ -200,9 +199,9 @@ def test_32_streams_over_32_adapters_with_memory_for_8(
     client = server.client(key)
     names = list(folders)
     server.complete(client, server.model.name, PROMPT, 2)
-    alone = {name: server.complete(client, name, [60 + i, *PROMPT], 40) for i, name in enumerate(names)}
+    alone = {name: server.complete(client, name, [60 + i, *PROMPT], 20) for i, name in enumerate(names)}
     for i, name in enumerate(names[:4]):
-        assert alone[name] == reference(folders[name], [60 + i, *PROMPT], 40)
+        assert alone[name] == reference(folders[name], [60 + i, *PROMPT], 20)
     assert len({tuple(tokens) for tokens in alone.values()}) > 16, "the adapters differ"
     [engine] = server.process_ids("graftwork_engine.process")
     [api] = server.process_ids("graftwork_platform.serve.api_process")
@@ -212,7 +211,7 @@ def test_32_streams_over_32_adapters_with_memory_for_8(
 
         def stream(i: int, name: str) -> list[int]:
             barrier.wait()
-            return server.stream_tokens(client, name, [60 + i, *PROMPT], 40)
+            return server.stream_tokens(client, name, [60 + i, *PROMPT], 20)
 
         with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
             return dict(zip(names, pool.map(stream, range(len(names)), names), strict=True))

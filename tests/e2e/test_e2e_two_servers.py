@@ -103,7 +103,7 @@ def test_a_key_made_at_one_works_at_the_other_and_its_revocation_too(pair: tuple
 
 def test_deleted_at_one_is_404_at_the_other(pair: tuple[Any, Any], key: str, make_adapter: Callable[..., Path]) -> None:
     first, second = pair
-    first.cli("adapters", "push", str(make_adapter("short-lived", 51)), "--tenant", "acme", "--name", "short-lived")
+    first.push(make_adapter("short-lived", 51), tenant="acme", name="short-lived")
     assert len(second.complete(second.client(key), "short-lived", PROMPT, 2)) == 2
     second.cli("adapters", "delete", "short-lived", "--tenant", "acme")
     with pytest.raises(openai.NotFoundError):

@@ -24,6 +24,7 @@ from graftwork_engine.messages import Orphan, OutItem, Sampling
 from graftwork_engine.streams import GenerationRequest, Stream
 
 POISON = 666
+HANGS_ONCE = 667
 
 ENGINE = textwrap.dedent(
     """
@@ -32,7 +33,7 @@ ENGINE = textwrap.dedent(
     from graftwork_engine.messages import OutItem
     from graftwork_engine.loop import serve
 
-    STEP_S, POISON = float(sys.argv[2]), 666
+    STEP_S, POISON, HANGS_ONCE = float(sys.argv[2]), 666, 667
 
     class ScriptedCore:
         def __init__(self):
@@ -65,6 +66,9 @@ ENGINE = textwrap.dedent(
             for request in list(self.requests.values()):
                 if POISON in request.prompt_ids and len(request.output_ids) >= 2:
                     os.kill(os.getpid(), 9)
+                if HANGS_ONCE in request.prompt_ids and not os.path.exists(sys.argv[0] + ".hung"):
+                    open(sys.argv[0] + ".hung", "x").close()
+                    time.sleep(1000)
                 index = len(request.output_ids)
                 request.output_ids.append((sum(request.prompt_ids) + index) % 1000)
                 done = index + 1 == request.sampling.max_tokens
@@ -80,7 +84,7 @@ ENGINE = textwrap.dedent(
         def wake_with(self, wake): pass
         def close(self): pass
 
-    serve(Assembly(), sys.argv[1], step_limit_s=60.0)
+    serve(Assembly(), sys.argv[1], step_limit_s=2.0)
     """
 )
 
@@ -257,6 +261,21 @@ def test_poisoned_request_fails_and_the_others_end_well(tmp_path: Path) -> None:
             await client.wait_ready(30)
             assert await asyncio.wait_for(tokens_of(client, request_of("good", [4])), 30) == expected([4], 20)
             keeper.cancel()
+
+    asyncio.run(run())
+
+
+def test_an_engine_whose_step_hangs_ends_itself_and_its_streams_go_on(tmp_path: Path) -> None:
+    """lorax#149: a kernel hung in production while the process looked alive."""
+
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (engine, client):
+            keeper = asyncio.create_task(engine.keep_alive())
+            prompts = [[HANGS_ONCE], [4]]
+            tasks = [asyncio.create_task(tokens_of(client, request_of(f"r{i}", p))) for i, p in enumerate(prompts)]
+            assert await asyncio.wait_for(asyncio.gather(*tasks), 30) == [expected(p, 20) for p in prompts]
+            keeper.cancel()
+            assert client.restarts == 1
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -69,7 +70,8 @@ def prompts() -> list[list[int]]:
     assert (BASE / "config.json").exists(), f"{BASE} is missing: run `make base`"
     text = ModelText.from_dir(BASE)
     assert text.chat_template is not None
-    chats = [text.chat_template.render([{"role": "user", "content": question}]) for question in QUESTIONS]
+    template = text.chat_template
+    chats = [asyncio.run(template.render([{"role": "user", "content": question}])) for question in QUESTIONS]
     return [text.tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
 
 

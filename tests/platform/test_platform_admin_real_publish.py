@@ -111,6 +111,7 @@ def test_damage_is_refused_with_a_finding_and_the_server_goes_on(real: Any, real
     assert push(real, tenant, real_adapter)["version"] == "v1"
 
 
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("field", ["target_modules", "rank_pattern"])
 def test_a_catastrophic_pattern_is_refused_in_seconds_and_others_need_not_wait(
     real: Any, real_adapter: dict[str, bytes], field: str
@@ -128,6 +129,7 @@ def test_a_catastrophic_pattern_is_refused_in_seconds_and_others_need_not_wait(
     assert failed["fix"]
 
 
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 def test_what_the_servers_memory_cannot_hold_is_refused_and_not_rebuilt(
     start_admin: StartAdmin, real_base: Path, real_adapter: dict[str, bytes], tmp_path: Path
 ) -> None:

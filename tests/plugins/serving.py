@@ -6,6 +6,7 @@ imported where they are used, since every test run loads this file.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -28,6 +29,7 @@ from graftwork_adapters.store import ObjectStore, StoreConfig
 from graftwork_adapters.stores import open_store
 from graftwork_platform.admin.client import AdminClient
 from graftwork_platform.admin.push import push
+from graftwork_platform.admin.schemas import VersionOut
 from graftwork_platform.settings import ClientSettings
 
 BACKENDS = ("local", "shared")
@@ -179,6 +181,11 @@ class Server:
                 assert version.state == "ready", version.report
             return client.create_key(tenant, default).key
 
+    def push(self, folder: Path, *, tenant: str, name: str) -> VersionOut:
+        """Publish a folder and return the verdict, as the command line does in a process of its own."""
+        with AdminClient(ClientSettings(self.url, self.admin_key)) as client:
+            return push(client, folder, tenant=tenant, name=name, timeout=120, sent=lambda _done, _total: None)
+
     def client(self, key: str, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, _strict_response_validation=True, **options
@@ -300,9 +307,9 @@ def start_server(
         return server
 
     yield start
-    for server in started:
-        if server.process is not None:
-            server.stop()
+    running = [server for server in started if server.process is not None]
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(running))) as pool:
+        list(pool.map(Server.stop, running))
 
 
 def reference_tokens(base: Path, adapter: Path | None, prompt: list[int], count: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import stat
@@ -10,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from graftwork_engine.errors import EngineUnavailable
 from graftwork_engine.messages import Orphan, Orphans
@@ -188,3 +191,20 @@ async def kill(ledger: UsageLedger) -> None:
         task.cancel()
     await asyncio.gather(*ledger._tasks, return_exceptions=True)
     ledger._thread.shutdown()
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fail_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """From now on the disk takes ``after`` more bytes, and then says that it is full."""
+    real, left = os.write, [after]
+
+    def write(descriptor: int, data: Any) -> int:
+        if len(data) > left[0] == 0:
+            raise FULL
+        taken = min(left[0], len(data))
+        left[0] -= taken
+        return real(descriptor, bytes(data[:taken]))
+
+    monkeypatch.setattr("graftwork_platform.journal.segments.os.write", write)

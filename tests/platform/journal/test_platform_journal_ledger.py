@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_bench import Bench, engine_ids_of, kill, make_row, settled
+from journal_bench import Bench, engine_ids_of, fail_writes, kill, make_row, settled
 
 from graftwork_platform.journal.ledger import UsageEntry, UsageLedger
 from graftwork_platform.journal.records import MAGIC, Checkpoint, Close, Count, Open, Reading, Record
-from graftwork_platform.journal.segments import JournalFolder, Segment, take_dead
 from graftwork_platform.models import UsageStatus
 from graftwork_platform.usage import UsageNotRecorded, UsageRow
-
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.fixture
@@ -48,20 +44,6 @@ def ended(row: UsageRow, output_tokens: int = 5) -> UsageRow:
 def on_disk(bench: Bench) -> list[Record]:
     """All that the segments say, in order."""
     return list(itertools.chain(*(Reading(path.read_bytes()) for path in sorted(bench.root.glob("*/*.seg")))))
-
-
-def fail_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """From now on the disk takes ``after`` more bytes, and then says that it is full."""
-    real, left = os.write, [after]
-
-    def write(descriptor: int, data: Any) -> int:
-        if len(data) > left[0] == 0:
-            raise FULL
-        taken = min(left[0], len(data))
-        left[0] -= taken
-        return real(descriptor, bytes(data[:taken]))
-
-    monkeypatch.setattr("graftwork_platform.journal.segments.os.write", write)
 
 
 def test_an_open_reaches_the_kernel_at_once_and_the_disk_with_the_next_checkpoint(bench: Bench) -> None:
@@ -366,71 +348,6 @@ def test_a_journal_that_cannot_be_made_fails_the_start(tmp_path: Path) -> None:
             await Bench(tmp_path / "journal").started()
 
     run(work)
-
-
-def test_a_living_journal_is_nobody_elses(bench: Bench) -> None:
-    async def work() -> None:
-        ledger = await bench.started()
-        assert take_dead(bench.root) == []
-        await kill(ledger)
-        [dead] = take_dead(bench.root)
-        assert take_dead(bench.root) == []
-        dead.release()
-        [dead] = take_dead(bench.root)
-        dead.remove()
-        other = os.open(os.devnull, os.O_RDONLY)  # gets the lock's number
-        dead.release()
-        os.close(other)
-        assert take_dead(bench.root) == []
-        assert bench.folders() == []
-
-    run(work)
-
-
-def test_what_a_cut_short_deletion_left_is_deleted(tmp_path: Path) -> None:
-    root = tmp_path / "journal"
-    folder = JournalFolder.create(root)
-    folder.release()
-    (folder.path / "lock").unlink()
-    (tmp_path / "journal" / "notes.txt").write_text("not ours")
-    [dead] = take_dead(root)
-    dead.remove()
-    assert [path.name for path in root.iterdir()] == ["notes.txt"]
-
-
-def test_a_segment_takes_all_or_nothing_from_many_threads(tmp_path: Path) -> None:
-    folder = JournalFolder.create(tmp_path / "journal")
-    segment = folder.start_segment(MAGIC)
-
-    async def work() -> None:
-        await asyncio.gather(*(asyncio.to_thread(segment.append, bytes([65 + n % 26]) * 100) for n in range(200)))
-
-    asyncio.run(work())
-    body = segment.path.read_bytes()[len(MAGIC) :]
-    assert len(body) == 200 * 100
-    assert all(len(set(body[place : place + 100])) == 1 for place in range(0, len(body), 100))
-    segment.close()
-    with pytest.raises(OSError, match="closed"):
-        segment.append(b"x")
-    folder.remove()
-
-
-def test_a_tail_that_cannot_be_cut_off_ends_the_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = JournalFolder.create(tmp_path / "journal")
-    segment: Segment = folder.start_segment(MAGIC)
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EIO, "I/O error")
-
-    with monkeypatch.context() as broken:
-        fail_writes(broken, 3)
-        broken.setattr("graftwork_platform.journal.segments.os.ftruncate", refuse)
-        with pytest.raises(OSError, match="No space"):
-            segment.append(b"record")
-    with pytest.raises(OSError, match="No space"):
-        segment.append(b"record")
-    segment.close()
-    folder.remove()
 
 
 def test_counts_of_a_stranger_are_refused(bench: Bench) -> None:

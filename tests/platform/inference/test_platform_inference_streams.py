@@ -1,0 +1,125 @@
+"""Event streams: a client that goes, silence that is broken, failures before and behind the first byte."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from graftwork_platform.errors import PlatformError
+from graftwork_platform.inference.sse import ClientGone, EventStream, event, until_disconnect
+
+
+def test_work_is_cancelled_and_finished_when_the_client_goes() -> None:
+    steps = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            steps.append("cleaned up")
+
+    async def receive() -> dict[str, str]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def main() -> None:
+        with pytest.raises(ClientGone):
+            await until_disconnect(receive, work())
+        steps.append("raised")
+
+    asyncio.run(main())
+    assert steps == ["cleaned up", "raised"]
+
+
+def stream_of(steps, keep_alive: float) -> list[dict]:
+    """What an event stream sends for frames, pauses (seconds) and failures."""
+    sent: list[dict] = []
+
+    async def frames():
+        for step in steps:
+            if isinstance(step, Exception):
+                raise step
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            else:
+                yield step
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    asyncio.run(EventStream(frames(), keep_alive=keep_alive)({"type": "http"}, receive, send))
+    return sent
+
+
+def bodies(sent: list[dict]) -> list[bytes]:
+    return [message["body"] for message in sent if message["type"] == "http.response.body"]
+
+
+BEAT = b": keep-alive\n\n"
+
+
+def test_silence_is_broken_by_a_comment_before_and_between_frames() -> None:
+    sent = stream_of([0.25, b"one", 0.25, b"two", b"three"], keep_alive=0.1)
+    assert [message["type"] for message in sent[:2]] == ["http.response.start", "http.response.body"]
+    parts = bodies(sent)
+    assert parts[0] == BEAT
+    assert [part for part in parts if part != BEAT] == [b"one", b"two", b"three", b""]
+    assert BEAT in parts[parts.index(b"one") : parts.index(b"two")]
+    assert [message.get("more_body") for message in sent[1:]] == [True] * (len(parts) - 1) + [False]
+    assert BEAT not in bodies(stream_of([b"one", 0.02, b"two"], keep_alive=5.0))
+
+
+def test_a_failure_behind_a_comment_is_an_event_and_before_it_an_answer() -> None:
+    failure = PlatformError("no", status=503, code="gone")
+    late = stream_of([0.25, failure], keep_alive=0.1)
+    assert late[0]["status"] == 200
+    assert bodies(late)[-1] == event(failure.to_body()) + b"data: [DONE]\n\n"
+    early = stream_of([0.01, failure], keep_alive=5.0)
+    assert early[0]["status"] == 503
+    assert b'"gone"' in bodies(early)[0]
+    bug = stream_of([0.25, RuntimeError("secret")], keep_alive=0.1)
+    assert b"had an error" in bodies(bug)[-1]
+    assert b"secret" not in bodies(bug)[-1]
+    with pytest.raises(RuntimeError):
+        stream_of([RuntimeError("for the boundary outside")], keep_alive=5.0)
+
+
+def test_event_stream_closes_its_frames_when_sending_fails() -> None:
+    closed = []
+
+    async def frames():
+        try:
+            yield event({"error": {"message": None}})
+            yield b"never"
+        finally:
+            closed.append(True)
+
+    async def send(message) -> None:
+        if message["type"] == "http.response.body":
+            raise OSError("broken pipe")
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        with pytest.raises(OSError, match="broken"):
+            await EventStream(frames(), keep_alive=15.0)({"type": "http"}, receive, send)
+
+    asyncio.run(main())
+    assert closed == [True]
+
+
+def test_the_api_process_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, graftwork_platform.app; "
+        "sys.exit(', '.join(m for m in ('torch', 'transformers', 'triton', 'peft') if m in sys.modules) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
