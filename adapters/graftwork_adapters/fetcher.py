@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from graftwork_adapters.keys import packed_path
 from graftwork_adapters.packed import PackedIndex, read_index, read_packed
 from graftwork_adapters.scratch import scratch_folder, sweep_scratch
 from graftwork_adapters.store import ObjectStore
+
+_log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -34,10 +37,12 @@ class Fetcher:
     """Fetches packed adapters by key and verifies them each time.
 
     In two halves, so that the caller can make room in memory between them: `fetch` brings the file to the local disk and tells
-    its size, `read` brings the rows into memory. Every call blocks: make it from a worker thread, any number at once. Concurrent
-    fetches of one key make one request to the store. A cached file that turns out corrupt is fetched again, once.
+    its size, `read` brings the rows into memory. Both may ask the store and wait for it as long as it takes; `find` and
+    `read_cached` are the same without that. Every call but `has_cached` blocks: make it from a worker thread, any number at once.
+    Concurrent fetches of one key make one request to the store. A cached file that turns out corrupt is fetched again, once.
 
-    Errors: `BlobNotFound`, `BlobCorrupt`, `StoreUnavailable`.
+    Errors: `BlobNotFound`, `StoreUnavailable`, and `BlobCorrupt` for what the store has: nothing of it stays on the disk, so that
+    the next load finds what has been mended there.
     """
 
     def __init__(self, store: ObjectStore, disk_dir: Path, max_disk_bytes: int) -> None:
@@ -54,20 +59,43 @@ class Fetcher:
         """Bytes of the files in the disk cache."""
         return self._disk.num_bytes
 
+    def has_cached(self, key: str) -> bool:
+        """True if the local disk has a file for ``key``, sound or not. Does not block."""
+        return key in self._disk
+
+    def find(self, key: str) -> PackedIndex | None:
+        """What `fetch` does if the local disk has the file; None, and nothing kept, if it has none that is sound."""
+        with ExitStack() as undo:
+            self._disk.pin(key)
+            undo.callback(self._disk.unpin, key)
+            with _unavailable_on_os_error():
+                index = self._cached_index(key)
+            if index is not None:
+                undo.pop_all()
+            return index
+
     def fetch(self, key: str) -> PackedIndex:
         """Bring the packed file of ``key`` to the local disk and keep it there until the matching `read` or `abandon`."""
         if not _KEY.fullmatch(key):
             raise BlobNotFound(f"{key!r} is not the key of a packed adapter")
-        self._disk.pin(key)
-        kept = False
-        try:
+        with ExitStack() as undo:
+            self._disk.pin(key)
+            undo.callback(self._disk.unpin, key)
             with _unavailable_on_os_error(), self._single_flight(key):
                 index = self._cached_index(key) or self._download(key)
-            kept = True
-        finally:
-            if not kept:
-                self._disk.unpin(key)
-        return index
+            undo.pop_all()
+            return index
+
+    def read_cached(self, index: PackedIndex) -> HostAdapter | None:
+        """What `read` does if the local disk has the file; None, and nothing given up, if it has none that is sound any more."""
+        with ExitStack() as undo:
+            undo.callback(self.abandon, index)
+            with _unavailable_on_os_error():
+                adapter = self._read_cached(index.key)
+            if adapter is None:
+                undo.pop_all()
+                return None
+            return _unchanged(adapter, index)
 
     def read(self, index: PackedIndex) -> HostAdapter:
         """The verified rows of what `fetch` returned."""
@@ -78,9 +106,7 @@ class Fetcher:
                 if adapter is None:
                     with self._single_flight(key):
                         adapter = self._read_cached(key) or self._download_and_read(key)
-                if adapter.index != index:
-                    raise BlobCorrupt(f"packed adapter {key}: its index changed while it was being loaded")
-                return adapter
+            return _unchanged(adapter, index)
         finally:
             self.abandon(index)
 
@@ -88,6 +114,13 @@ class Fetcher:
         """Give up what `fetch` returned without reading it."""
         self._disk.unpin(index.key)
         self._disk.trim()
+
+    def reject(self, index: PackedIndex) -> None:
+        """Give up what `fetch` returned and delete its file, of which the caller has found that it cannot be right."""
+        path = self._disk.find(index.key)
+        if path is not None:
+            self._disk.discard(index.key, path)
+        self.abandon(index)
 
     def discrepancies(self, pins: Mapping[str, int]) -> list[str]:
         """What is wrong on the local disk while nothing is being fetched, read or abandoned; empty when all is well.
@@ -124,7 +157,8 @@ class Fetcher:
         with scratch_folder(self._incoming) as scratch:
             file = scratch / "packed"
             self._store.fetch(packed_path(key), file)
-            index = read_index(file, key)
+            with _sent_by_the_store(key):
+                index = read_index(file, key)
             self._disk.add(key, file)
             return index
 
@@ -132,7 +166,8 @@ class Fetcher:
         with scratch_folder(self._incoming) as scratch:
             file = scratch / "packed"
             self._store.fetch(packed_path(key), file)
-            adapter = HostAdapter(*read_packed(file, key))
+            with _sent_by_the_store(key):
+                adapter = HostAdapter(*read_packed(file, key))
             self._disk.add(key, file)
             return adapter
 
@@ -157,6 +192,21 @@ class _Flight:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.num_waiting = 0
+
+
+def _unchanged(adapter: HostAdapter, index: PackedIndex) -> HostAdapter:
+    if adapter.index != index:
+        raise BlobCorrupt(f"packed adapter {index.key}: its index changed while it was being loaded")
+    return adapter
+
+
+@contextmanager
+def _sent_by_the_store(key: str) -> Iterator[None]:
+    try:
+        yield
+    except BlobCorrupt as error:
+        _log.warning("the object store's copy of packed adapter %s is corrupt", key)
+        raise BlobCorrupt(f"corrupt in the object store: {error}") from error
 
 
 @contextmanager

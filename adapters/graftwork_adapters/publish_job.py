@@ -72,8 +72,8 @@ class PublishResult:
     """The verdict on one upload.
 
     ``ok`` is `report.ok`; then ``digest`` and ``packed_key`` are set, ``out_path`` holds the packed form, and ``files`` names the
-    files of the upload that belong into the store (what was ignored with a warning is not among them). ``num_bytes`` counts the
-    packed rows, ``max_rank`` is the largest rank of any module.
+    files of the upload that belong into the store: those that the digest covers. ``num_bytes`` counts the packed rows, ``max_rank``
+    is the largest rank of any module.
     """
 
     ok: bool

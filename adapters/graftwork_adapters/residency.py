@@ -15,13 +15,12 @@ from itertools import count
 
 from graftwork_adapters.background import Background
 from graftwork_adapters.device_pool import DevicePool, PoolTensors
-from graftwork_adapters.errors import AdapterError, AdapterTooLarge, BlobCorrupt
 from graftwork_adapters.fetcher import Fetcher
 from graftwork_adapters.host_cache import HostCache, HostCopy
 from graftwork_adapters.load_failure import LoadFailure, failure_of
-from graftwork_adapters.packed import PackedIndex
 from graftwork_adapters.page_table import PageLayout, Placement
 from graftwork_adapters.residency_entry import Entry, HostState
+from graftwork_adapters.residency_loads import Fetched, Loads
 
 _log = logging.getLogger(__name__)
 
@@ -29,9 +28,10 @@ _log = logging.getLogger(__name__)
 class AdapterResidency:
     """Host and device copies of adapters by key: the engine's adapter gate.
 
-    Every method but `close` belongs to one thread, the engine's, and none of them blocks: fetching and reading run on
-    ``load_executor`` (by default ``max_loads`` threads), copies to the device on ``copy_executor`` (one thread, always), and
-    `poll` takes in what they have finished. ``on_change`` is called from those threads, so that an idle engine can be woken.
+    Every method but `close` belongs to one thread, the engine's, and none of them blocks: what the local disk has is read on
+    ``load_executor``, what it lacks is fetched on ``store_executor`` (by default ``max_loads`` threads each), copies to the device
+    run on ``copy_executor`` (one thread, always), and `poll` takes in what they have finished. ``on_change`` is called from those
+    threads, so that an idle engine can be woken.
 
     A holder keeps the host copy only until the device has one. Device memory goes to those that asked for it, first come first
     served among those that the host has ready; so does host memory, in the order in which loads began. ``base_id``, where given,
@@ -48,14 +48,16 @@ class AdapterResidency:
         max_loads: int = 4,
         on_change: Callable[[], None] | None = None,
         load_executor: Executor | None = None,
+        store_executor: Executor | None = None,
         copy_executor: Executor | None = None,
     ) -> None:
         self._fetcher = fetcher
         self._pool = device_pool
         self._host = HostCache(host_bytes)
-        self._base_id = base_id
         self._background = Background(on_change)
-        self._loads = load_executor or ThreadPoolExecutor(max_loads, thread_name_prefix="adapter-load")
+        disk_lane = load_executor or ThreadPoolExecutor(max_loads, thread_name_prefix="adapter-load")
+        store_lane = store_executor or ThreadPoolExecutor(max_loads, thread_name_prefix="adapter-fetch")
+        self._loads = Loads(fetcher, device_pool, host_bytes, base_id, self._background, disk_lane, store_lane)
         self._copies = copy_executor or ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
         self._entries: dict[str, Entry] = {}
         self._arrivals = count()
@@ -77,6 +79,8 @@ class AdapterResidency:
         """Keep the adapter within reach: on the host, unless it is on the device. Paired with one `drop`."""
         entry = self._entries.setdefault(key, Entry(key))
         entry.holds += 1
+        if entry.is_failure_told:
+            entry.forget_failure()
         if key in self._idle:
             self._idle.move_to_end(key)
         self._claim_host(entry)
@@ -89,7 +93,7 @@ class AdapterResidency:
         entry.holds -= 1
         if entry.holds:
             return
-        entry.failure = None
+        entry.forget_failure()
         entry.wanted = entry.fresh = False
         self._copy_queue.pop(key, None)
         if entry.host is HostState.FETCHED:
@@ -134,9 +138,15 @@ class AdapterResidency:
         return key in self._copy_queue and not self._protected
 
     def failure(self, key: str) -> LoadFailure | None:
-        """Why loading failed, until the last of those who held the key then has dropped it."""
+        """Why loading failed, until the last holder has dropped the key or, once this was asked, a new one tries again.
+
+        Were it not asked in between, new holders that come faster than a load fails would keep the others from ever hearing.
+        """
         entry = self._entries.get(key)
-        return entry.failure if entry else None
+        if entry is None or entry.failure is None:
+            return None
+        entry.is_failure_told = True
+        return entry.failure
 
     def poll(self) -> bool:
         """Take in finished background work and start what can now start; true if anything had finished."""
@@ -147,7 +157,7 @@ class AdapterResidency:
 
     def close(self) -> None:
         """Wait for running loads and copies and start no more. Call nothing else afterwards."""
-        self._loads.shutdown(wait=True, cancel_futures=True)
+        self._loads.close()
         self._copies.shutdown(wait=True, cancel_futures=True)
 
     def stats(self) -> dict[str, float]:
@@ -230,27 +240,13 @@ class AdapterResidency:
             entry.host = HostState.FETCHING
             entry.arrival = next(self._arrivals)
             self._num_loads += 1
-            self._background.start(self._loads, partial(self._fetch, entry.key), partial(self._take_in_fetch, entry))
+            self._loads.fetch(entry.key, partial(self._take_in_fetch, entry))
 
     def _unclaim_host(self, entry: Entry) -> None:
         self._host.unpin(entry.key)
         entry.host = HostState.UNCLAIMED
 
-    def _fetch(self, key: str) -> tuple[PackedIndex, PageLayout]:  # on a load thread
-        index = self._fetcher.fetch(key)
-        try:
-            if self._base_id is not None and index.base_id != self._base_id:
-                raise BlobCorrupt(f"packed adapter {key} is for another base model, {index.base_id}")
-            if index.num_bytes > self._host.capacity_bytes:
-                raise AdapterTooLarge(
-                    f"adapter {key} needs {index.num_bytes} bytes of host memory, adapters may use {self._host.capacity_bytes}"
-                )
-            return index, self._pool.plan(index)
-        except AdapterError:
-            self._fetcher.abandon(index)
-            raise
-
-    def _take_in_fetch(self, entry: Entry, future: Future[tuple[PackedIndex, PageLayout]]) -> None:
+    def _take_in_fetch(self, entry: Entry, future: Future[Fetched]) -> None:
         error = future.exception()
         if error is not None:
             entry.host = HostState.UNCLAIMED
@@ -268,7 +264,7 @@ class AdapterResidency:
         index, _ = entry.take_fetched()
         entry.host = HostState.UNCLAIMED
         self._num_abandoning += 1
-        self._background.start(self._loads, partial(self._fetcher.abandon, index), self._take_in_abandon)
+        self._loads.abandon(index, self._take_in_abandon)
 
     def _take_in_abandon(self, future: Future[None]) -> None:
         self._num_abandoning -= 1
@@ -284,10 +280,7 @@ class AdapterResidency:
                 return  # those behind it wait too, or small adapters could keep a large one out for ever
             self._read_queue.pop(0)
             entry.host = HostState.READING
-            self._background.start(self._loads, partial(self._read, index, layout), partial(self._take_in_read, entry))
-
-    def _read(self, index: PackedIndex, layout: PageLayout) -> HostCopy:  # on a load thread
-        return HostCopy(self._fetcher.read(index), layout)
+            self._loads.read((index, layout), partial(self._take_in_read, entry))
 
     def _take_in_read(self, entry: Entry, future: Future[HostCopy]) -> None:
         error = future.exception()

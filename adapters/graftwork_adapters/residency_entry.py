@@ -35,6 +35,7 @@ class Entry:
     copying: bool = False  # into `placement`
     fresh: bool = False  # copied because a holder asked, and not acquired since
     failure: LoadFailure | None = None
+    is_failure_told: bool = False  # somebody has asked for it
 
     @property
     def is_resident(self) -> bool:
@@ -45,6 +46,11 @@ class Entry:
     def is_protected(self) -> bool:
         """True while it may not be evicted though nothing references it: else two waiters could evict each other for ever."""
         return self.placement is not None and (self.copying or (self.fresh and self.holds > 0))
+
+    def forget_failure(self) -> None:
+        """Let it be loaded again."""
+        self.failure = None
+        self.is_failure_told = False
 
     def require_placement(self) -> Placement:
         """Its place on the device, where there must be one."""

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError
+from botocore.exceptions import BotoCoreError, PartialCredentialsError
 
 from graftwork_adapters.errors import UnsupportedStore
+from graftwork_adapters.s3_failures import failure_of
 from graftwork_adapters.store import StoreConfig, is_key
 
 if TYPE_CHECKING:  # the stubs are a development requirement
@@ -68,7 +69,9 @@ def parse_location(url: str) -> S3Location:
 
 
 def connect(config: StoreConfig, limits: S3Limits) -> S3Client:
-    """A client that asks once, since retries are `s3_budget`'s. Thread-safe. Raises `UnsupportedStore`."""
+    """A client that asks once, since retries are `s3_budget`'s. Thread-safe. Raises `UnsupportedStore`, or `StoreUnavailable`
+    for half of a key pair.
+    """
     _check_endpoint(config.s3_endpoint)
     if config.s3_ca_bundle is not None and not Path(config.s3_ca_bundle).is_file():
         raise UnsupportedStore("the CA bundle of the S3 endpoint is not a file that can be read")
@@ -95,6 +98,8 @@ def connect(config: StoreConfig, limits: S3Limits) -> S3Client:
             verify=config.s3_ca_bundle,
             config=options,
         )
+    except PartialCredentialsError as error:
+        raise failure_of(error, "").error from error
     except (BotoCoreError, ValueError) as error:
         raise UnsupportedStore(f"the configuration of the S3 store cannot be used: {error}") from error
 

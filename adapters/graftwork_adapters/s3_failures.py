@@ -56,6 +56,10 @@ _NO_KEYS = (
     "the server has no credentials for the object store",
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give it a role",
 )
+_HALF_A_KEY = (
+    "the server has half of a key pair for the object store",
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY both, or neither and give it a profile or role",
+)
 _CLOCK = ("the object store refuses the server's clock, which is off by minutes", "set the clock of this machine (NTP)")
 _NOT_ALLOWED = (
     "the object store does not allow this to the server's credentials",
@@ -118,7 +122,9 @@ def failure_of(error: BaseException, key: str) -> Failure:
         return _unavailable(_CUT, is_transient=True)
     if isinstance(error, Clash):
         return _unavailable(_CLASH, is_transient=True)
-    if isinstance(error, NoCredentialsError | PartialCredentialsError | CredentialRetrievalError):
+    if isinstance(error, PartialCredentialsError):
+        return _unavailable(_HALF_A_KEY, is_transient=False)
+    if isinstance(error, NoCredentialsError | CredentialRetrievalError):
         return _unavailable(_NO_KEYS, is_transient=isinstance(error, CredentialRetrievalError))
     if isinstance(error, SSLError):
         return _unavailable(_TRUST if _is_distrust(error) else _TLS, is_transient=not _is_distrust(error))

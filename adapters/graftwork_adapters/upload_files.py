@@ -31,15 +31,18 @@ TOKENIZER_FILES = frozenset(
 )
 """Files that say how text becomes tokens and where a reply ends; they are part of the digest."""
 
-_STORED_SUFFIXES = (".json", ".jinja", ".md", ".txt")
-_STORED_NAMES = frozenset({".gitattributes", "LICENSE", "NOTICE", "tokenizer.model"})
+_USUAL_SUFFIXES = (".json", ".jinja", ".md", ".txt")
+_USUAL_NAMES = frozenset({".gitattributes", "LICENSE", "NOTICE"})
 _PICKLE_SUFFIXES = (".bin", ".ckpt", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._ ()+=-]{0,199}")
 
 
 @dataclass(frozen=True, slots=True)
 class UploadFiles:
-    """The names of an upload's files that are kept, in order."""
+    """The names of an upload's files that are stored, in order: those that its digest covers, and no others.
+
+    Everyone who uploads the same digest shares what is stored, so a file that only one of them sent may not be among it.
+    """
 
     stored: tuple[str, ...]
 
@@ -69,9 +72,9 @@ def list_upload(folder: Path, limits: Limits, report: Report) -> UploadFiles:
         total += info.st_size
         if _refuse(entry.name, info.st_mode, report):
             continue
-        if _is_stored(entry.name):
+        if is_stored_file(entry.name):
             stored.append(entry.name)
-        else:
+        elif not _is_usual(entry.name):
             kind = "a pickle, which is never opened" if entry.name.endswith(_PICKLE_SUFFIXES) else "not part of an adapter"
             report.warn("files", shown(entry.name), f"ignored and not stored: it is {kind}")
     if num_files > limits.max_files:
@@ -109,5 +112,11 @@ def _refuse(name: str, mode: int, report: Report) -> bool:
     return True
 
 
-def _is_stored(name: str) -> bool:
-    return name == WEIGHTS_FILE or name in _STORED_NAMES or name.endswith(_STORED_SUFFIXES)
+def is_stored_file(name: str) -> bool:
+    """True for a file that enters the digest, or is read for what does."""
+    return name in (CONFIG_FILE, WEIGHTS_FILE) or name in TOKENIZER_FILES
+
+
+def _is_usual(name: str) -> bool:
+    """True for a file that lies beside many adapters and does nothing, so that leaving it out needs no word."""
+    return name in _USUAL_NAMES or name.endswith(_USUAL_SUFFIXES)

@@ -38,8 +38,8 @@ class StepBatch:
 
 
 def num_scored(scheduled: ScheduledRequest) -> int:
-    """Prompt tokens that this range scores: those that follow one of its tokens, if the request wants prompt logprobs."""
-    if scheduled.request.sampling.prompt_logprobs is None:
+    """Prompt tokens that this range scores: those that follow one of its tokens, while the client lacks their logprobs."""
+    if not scheduled.request.needs_prompt_logprobs:
         return 0
     last = len(scheduled.request.prompt_ids) - 1
     return max(0, min(scheduled.start + scheduled.num_tokens, last) - scheduled.start)

@@ -62,6 +62,7 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._streams: dict[str, Stream] = {}
+        self._stopping: set[str] = set()  # aborted, and the engine's last item of them is still to come
         self._info: Ready | None = None
         self._connected = asyncio.Event()
         self._last_heard = 0.0
@@ -104,6 +105,7 @@ class EngineClient:
         """Begin to look for an engine; returns at once."""
         self._open_socket()
         self._beater = asyncio.create_task(self._beat(), name="engine-beat")
+        self._beater.add_done_callback(_report_end)
 
     async def close(self) -> None:
         """End every stream and leave."""
@@ -123,7 +125,7 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
             stream.end("abort")
-            await self._send_if_connected(Abort(request_id, len(stream.output_ids)))
+            await self._abort_in_engine(request_id, len(stream.output_ids))
 
     async def wait_ready(self, timeout_s: float) -> Ready:
         """Wait for an engine; raises `EngineUnavailable` after ``timeout_s``, or at once when the engine is of another version."""
@@ -185,10 +187,17 @@ class EngineClient:
     async def _abort(self, request_id: str, output_index: int | None) -> None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            await self._send_if_connected(Abort(request_id, len(stream.output_ids) if output_index is None else output_index))
+            await self._abort_in_engine(request_id, len(stream.output_ids) if output_index is None else output_index)
+
+    async def _abort_in_engine(self, request_id: str, output_index: int) -> None:
+        """Nothing more of this run reaches a reader. One that still waits for an earlier run's end has not been sent at all."""
+        if self._connected.is_set() and request_id not in self._stopping:
+            self._stopping.add(request_id)
+            await self._send(Abort(request_id, output_index))
 
     async def _submit(self, stream: Stream) -> None:
-        if self._info is not None and self._connected.is_set():
+        """Send a request to the engine, if there is one; after an earlier run of its id has ended, if there was one."""
+        if self._info is not None and self._connected.is_set() and stream.request.request_id not in self._stopping:
             await self._send(stream.as_add(self._info.epoch))
 
     async def _send(self, message: ToEngine) -> None:
@@ -207,17 +216,24 @@ class EngineClient:
             await self._send(message)
 
     async def _beat(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            if self._connected.is_set() and self._info is not None:
-                if self._process_handle is None and loop.time() - self._last_heard > SILENCE_S:
-                    self._lose_engine(f"it was silent for {SILENCE_S:.0f} s")
-                else:
-                    await self._send(Heartbeat(self._info.epoch))
-            if not self._connected.is_set():
-                self._fail_expired()  # a living engine does this itself
-                await self._send(Hello(PROTOCOL_VERSION, self._client_id, os.getpid()))
+            try:
+                await self._beat_once()
+            except (zmq.ZMQError, OSError) as error:
+                logger.error("the engine cannot be spoken to, trying again: %s", error)
             await asyncio.sleep(HEARTBEAT_S)
+
+    async def _beat_once(self) -> None:
+        if self._reader is None or self._reader.done():
+            self._open_socket()  # the last attempt failed
+        if self._connected.is_set() and self._info is not None:
+            if self._process_handle is None and asyncio.get_running_loop().time() - self._last_heard > SILENCE_S:
+                self._lose_engine(f"it was silent for {SILENCE_S:.0f} s")
+            else:
+                await self._send(Heartbeat(self._info.epoch))
+        if not self._connected.is_set():
+            self._fail_expired()  # a living engine does this itself
+            await self._send(Hello(PROTOCOL_VERSION, self._client_id, os.getpid()))
 
     # Receiving
 
@@ -233,6 +249,7 @@ class EngineClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.connect(self._endpoint)
         self._reader = asyncio.create_task(self._read(self._socket), name="engine-read")
+        self._reader.add_done_callback(_report_end)
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
@@ -256,10 +273,10 @@ class EngineClient:
             return  # the last words of an engine we have given up
         match message:
             case Out():
-                self._deliver(message.items)
+                await self._deliver(message.items)
             case Running():
                 for request_id in message.request_ids:
-                    if (stream := self._streams.get(request_id)) is not None:
+                    if request_id not in self._stopping and (stream := self._streams.get(request_id)) is not None:
                         stream.running_in = message.epoch
             case Stats():
                 self._stats = message.values
@@ -271,11 +288,19 @@ class EngineClient:
             case Heartbeat():
                 pass
 
-    def _deliver(self, items: list[OutItem]) -> None:
+    async def _deliver(self, items: list[OutItem]) -> None:
         for item in items:
-            stream = self._streams.get(item.request_id)
-            if stream is not None and stream.push(item):
-                del self._streams[item.request_id]
+            request_id = item.request_id
+            stream = self._streams.get(request_id)
+            if request_id in self._stopping:  # of the aborted run: a stream of this id is another one, which waits for its end
+                if item.finish is not None:
+                    self._stopping.discard(request_id)
+                    if stream is not None:
+                        await self._submit(stream)
+            elif stream is not None and stream.push(item):
+                del self._streams[request_id]
+                if item.finish is None:  # tokens were lost; the engine does not know of it
+                    await self._abort_in_engine(request_id, len(stream.output_ids))
 
     def _fail_expired(self) -> None:
         now = time.time()
@@ -337,8 +362,14 @@ class EngineClient:
             self._process_handle = None
         was_connected = self._connected.is_set()
         self._connected.clear()
+        self._stopping.clear()
         for claim in self._claims:
             if not claim.done():
                 claim.set_exception(EngineUnavailable("the engine ended before it answered"))
         self._claims.clear()
         return was_connected
+
+
+def _report_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("the task %s has failed", task.get_name(), exc_info=error)

@@ -70,7 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Disk under ``cache_dir`` for packed adapters that were fetched."""
 
     num_adapter_loaders: int = 4
-    """Adapters that are fetched at the same time."""
+    """Adapters that are fetched from the store at the same time, and as many that are read from the local disk meanwhile."""
 
     store: StoreConfig | None = None
     """Object store of packed adapters; None: this engine serves the base alone."""

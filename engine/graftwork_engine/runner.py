@@ -50,7 +50,7 @@ class ModelRunner:
             elif draw.failure is not None:
                 results.append(RequestResult(failure=draw.failure))
             else:
-                prompt_logprobs = None if s.request.sampling.prompt_logprobs is None else known
+                prompt_logprobs = known if s.request.needs_prompt_logprobs else None
                 results.append(RequestResult(draw.token_id, draw.logprob, prompt_logprobs))
         return results
 

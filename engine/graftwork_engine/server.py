@@ -20,12 +20,14 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from graftwork_engine.errors import ErrorCode
 from graftwork_engine.lifeline import open_process_handle
 from graftwork_engine.messages import (
     PROTOCOL_VERSION,
     Abort,
     Add,
     Claim,
+    EngineError,
     Heartbeat,
     Hello,
     Orphans,
@@ -189,6 +191,8 @@ class _SocketLoop:
                 if self._sessions.owned_by(session, message.request_id):
                     self._sessions.forget(message.request_id, message.output_index)
                     self._inbox.put(message)
+                else:
+                    self._drop_held(identity, message)
             case Claim():
                 self._send(identity, Orphans(self._ready.epoch, *self._sessions.claim(message.request_ids)))
             case Settled():
@@ -197,13 +201,24 @@ class _SocketLoop:
                 pass
 
     def _add(self, session: Session, message: Add) -> None:
-        if self._sessions.is_dying(message.request_id):
-            # Its client was taken for dead and came back: the first run must stop before the second may begin.
+        if self._sessions.is_stopping(message.request_id):
+            # It was aborted, or its client was taken for dead and came back: the first run's last item must not end the second.
             self._held.append((session.identity, message))
         elif self._sessions.own(session, message.request_id, len(message.output_ids)):
             self._inbox.put(message)
         else:
-            logger.error("request %s is already running here; the second one was dropped", message.request_id)
+            logger.error("request %s is already running here; the second one is refused", message.request_id)
+            error = EngineError(ErrorCode.INTERNAL, "a request of this id is running")
+            item = OutItem(message.request_id, len(message.output_ids), finish="error", error=error)
+            self._send(session.identity, Out(self._ready.epoch, [item]))
+
+    def _drop_held(self, identity: bytes, abort: Abort) -> None:
+        """An abort of what has not begun."""
+        for place, (holder, add) in enumerate(self._held):
+            if (holder, add.request_id) == (identity, abort.request_id):
+                del self._held[place]
+                self._send(identity, Out(self._ready.epoch, [aborted_item(add.request_id, len(add.output_ids))]))
+                return
 
     def _release_held(self) -> None:
         held, self._held = self._held, []

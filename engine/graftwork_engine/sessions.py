@@ -34,6 +34,7 @@ class SessionTable:
         self._owner: dict[str, Session] = {}
         self._output_count: dict[str, int] = {}
         self._dying: set[str] = set()
+        self._forgotten: dict[str, Session] = {}  # until their last item has passed
         self._orphans: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Session]:
@@ -79,16 +80,19 @@ class SessionTable:
         session.request_ids.add(request_id)
         return True
 
-    def is_dying(self, request_id: str) -> bool:
-        """True while a request of this id, left by a client that died, has not yet stopped."""
-        return request_id in self._dying
+    def is_stopping(self, request_id: str) -> bool:
+        """True while a request of this id, forgotten or left by a client that died, has not yet stopped."""
+        return request_id in self._dying or request_id in self._forgotten
 
     def owned_by(self, session: Session, request_id: str) -> bool:
         """True if this session may act on the request."""
         return self._owner.get(request_id) is session
 
     def forget(self, request_id: str, output_index: int) -> None:
-        """A request ended on its client's own wish: nothing more is sent, and no token from ``output_index`` on counts."""
+        """A request ended on its client's own wish: only its last item is still sent, so that the client knows when another run
+        of this id may begin; and no token from ``output_index`` on counts.
+        """
+        self._forgotten[request_id] = self._owner[request_id]
         self._end_owned(request_id, min(output_index, self._output_count.pop(request_id, 0)))
 
     def owners(self, request_ids: Iterable[str]) -> dict[bytes, list[str]]:
@@ -105,6 +109,12 @@ class SessionTable:
         grouped: dict[bytes, list[OutItem]] = {}
         for item in items:
             request_id = item.request_id
+            if (forgetter := self._forgotten.get(request_id)) is not None:
+                if item.finish is not None:
+                    del self._forgotten[request_id]
+                    if self.find(forgetter.identity) is forgetter:
+                        grouped.setdefault(forgetter.identity, []).append(item)
+                continue
             if request_id in self._output_count:
                 self._output_count[request_id] = item.first_output_index + len(item.token_ids)
             session = self._owner.get(request_id)

@@ -5,8 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 
+from alembic.util import CommandError
+from sqlalchemy.exc import SQLAlchemyError
+
 from graftwork_migrations import runner
 from graftwork_platform.db_url import UnsupportedDatabase
+
+_MESSAGES = (
+    runner.NewerDatabase,
+    runner.UnreachableDatabase,
+    runner.UnusableDatabase,
+    UnsupportedDatabase,
+    CommandError,  # a revision that there is none of
+    OSError,  # of a file that is to be made
+    SQLAlchemyError,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
             runner.downgrade(url, chosen.revision)
         else:
             sys.stdout.write(f"{runner.current(url) or runner.BASE} {runner.head()}\n")
-    except (runner.NewerDatabase, runner.UnreachableDatabase, UnsupportedDatabase) as error:
-        sys.stderr.write(f"{error}\n")
+    except _MESSAGES as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return 2
     return 0
 

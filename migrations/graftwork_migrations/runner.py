@@ -23,6 +23,22 @@ from graftwork_platform.db_url import check_url, describe, is_postgresql, sqlite
 HEAD = "head"
 BASE = "base"
 
+_NEXT_STEPS = (
+    (
+        ("permission denied", "must be owner"),
+        "The role needs to own the database: ALTER DATABASE {database} OWNER TO {user}; and what is in it already: REASSIGN OWNED",
+    ),
+    (
+        ("file is not a database", "malformed"),
+        "That file is no SQLite database, or a broken one: restore a backup, or name another",
+    ),
+    (("already exists",), "Tables of that name are there and not graftwork's: give it a database of its own, empty at first"),
+    (("disk is full", "No space left", "disk I/O error"), "Make room on that disk and start again; nothing was changed"),
+    (("readonly", "read-only", "unable to open"), "Let the server's user write that file and its folder, or give another database"),
+    (("database is locked",), "Another process is using that file: end it, and start again"),
+)
+"""Words of the databases' messages, and what to do then."""
+
 
 class NewerDatabase(Exception):
     """The database was made by a newer version of this software; the message names its revision."""
@@ -32,11 +48,15 @@ class UnreachableDatabase(Exception):
     """The database cannot be reached; the message says why and what to do."""
 
 
+class UnusableDatabase(Exception):
+    """The database is reached and refuses; the message says why and what to do."""
+
+
 def upgrade(database_url: str, revision: str = HEAD) -> None:
     """Bring the database, made if need be, up to ``revision``: all steps or none.
 
     Raises `NewerDatabase` for one whose revision this version does not know, `UnsupportedDatabase` for the URL or for a server that
-    is too old, `UnreachableDatabase`.
+    is too old, `UnreachableDatabase`, `UnusableDatabase`.
     """
     with _connect(database_url) as connection:
         _refuse_newer(connection)
@@ -101,9 +121,17 @@ def _connect(database_url: str, *, writes: bool = True) -> Iterator[Connection]:
                 take_turn(connection, Turn.MIGRATE)
             yield connection
     except DBAPIError as error:
-        if not is_away(error):
-            raise
-        raise UnreachableDatabase(why_away(error, url)) from error
+        if is_away(error):
+            raise UnreachableDatabase(why_away(error, url)) from error
+        raise UnusableDatabase(_why_unusable(error, url)) from error
+
+
+def _why_unusable(error: DBAPIError, url: URL) -> str:
+    said = " ".join(str(error.orig).split())
+    for words, next_step in _NEXT_STEPS:
+        if any(word in said for word in words):
+            return f"{describe(url)}: {said}. " + next_step.format(database=url.database, user=url.username)
+    return f"{describe(url)} cannot be used: {said}. See its log, or give an empty one with --database-url"
 
 
 def _sqlite_engine(url: URL, *, writes: bool) -> Engine:

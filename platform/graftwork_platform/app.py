@@ -17,8 +17,12 @@ from graftwork_platform.inference.engine import Engine
 from graftwork_platform.inference.generation import Generator
 from graftwork_platform.inference.routes import Inference, inference_router
 from graftwork_platform.journal.recovery import OrphanKeeper, Recovery, recovering
+from graftwork_platform.keys.ring import KeyRing
 from graftwork_platform.observability import Metrics, RequestObserver
 from graftwork_platform.text.model_text import ModelText
+
+_SILENT_S = 3.0
+"""How long the keys may be out of date before a balancer is told; a moment of it is made good by reading them one by one."""
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -78,8 +82,10 @@ def _add_probes(app: FastAPI, services: Services, engine: Engine, metrics: Metri
 
     @app.get("/readyz")
     async def ready() -> Response:
-        """An engine answers too, and usage can be recorded."""
-        trouble = services.usage.failure or (None if engine.healthy else "the engine is starting")
+        """An engine answers too, usage can be recorded, and keys can be checked."""
+        trouble = (
+            services.usage.failure or _keys_trouble(services.keyring) or (None if engine.healthy else "the engine is starting")
+        )
         if trouble is None:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": trouble}, status_code=503, headers={"retry-after": "1"})
@@ -88,3 +94,7 @@ def _add_probes(app: FastAPI, services: Services, engine: Engine, metrics: Metri
     async def show_metrics() -> Response:
         """Prometheus' text format."""
         return Response(metrics.render(), media_type=_METRICS_TYPE)
+
+
+def _keys_trouble(ring: KeyRing) -> str | None:
+    return None if ring.silent_for < _SILENT_S else "API keys cannot be checked: the database does not answer"

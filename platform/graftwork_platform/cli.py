@@ -23,7 +23,18 @@ from graftwork_platform.admin.schemas import VersionOut
 from graftwork_platform.doctor import examine_data, examine_server, examine_software
 from graftwork_platform.models import VersionState
 from graftwork_platform.serve.command import serve
-from graftwork_platform.settings import Settings, client_settings
+from graftwork_platform.serve.options import (
+    DatabaseUrl,
+    ObjectStoreUrl,
+    S3CaBundle,
+    S3Endpoint,
+    S3PathStyle,
+    S3Region,
+    SecretsDir,
+    UselessOption,
+    store_config,
+)
+from graftwork_platform.settings import Settings, client_settings, given_secrets
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Serve and administer LoRA adapters."
@@ -42,9 +53,6 @@ Url = Annotated[str | None, typer.Option("--url", help="Where the server is. [en
 AdminKey = Annotated[str | None, typer.Option("--admin-key", help="The operator's key. [env: GRAFTWORK_ADMIN_KEY]")]
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="The server's data directory, to read admin.key from.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-DatabaseUrl = Annotated[
-    str, typer.Option("--database-url", envvar="GRAFTWORK_DATABASE_URL", help="The server's database, unless it is in DATA_DIR.")
-]
 OfTenant = Annotated[str, typer.Option("--tenant", help="The tenant's name or id.")]
 
 _COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
@@ -154,16 +162,36 @@ def delete_adapter(
 
 @app.command("doctor")
 def doctor(
-    url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, database_url: DatabaseUrl = "", as_json: AsJson = False
+    url: Url = None,
+    admin_key: AdminKey = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = "",
+    object_store: ObjectStoreUrl = None,
+    s3_endpoint: S3Endpoint = None,
+    s3_region: S3Region = None,
+    s3_path_style: S3PathStyle = None,
+    s3_ca_bundle: S3CaBundle = None,
+    secrets_dir: SecretsDir = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Look for what keeps a server from serving, and say what to do; exit 1 if anything does."""
+    """Look for what keeps a server from serving, and say what to do; exit 1 if anything does.
+
+    Give it the flags and the environment that the server has.
+    """
     report = Report()
-    examine_software(report)
-    if data_dir is None:
-        report.warn("data directory", None, "was not looked at", "give --data-dir")
-    else:
-        examine_data(report, Settings(data_dir=data_dir, model_dir=data_dir, database_url=database_url))
     with _calling(url, admin_key, data_dir, as_json) as client:
+        try:
+            store = store_config(object_store, s3_endpoint, s3_region, s3_path_style, s3_ca_bundle)
+        except UselessOption as error:
+            raise CallFailed(str(error), code="usage", next_step="Give doctor the flags of the server.") from error
+        examine_software(report)
+        if data_dir is None:
+            report.warn("data directory", None, "was not looked at", "give --data-dir")
+        else:
+            settings = Settings(
+                data_dir=data_dir, model_dir=data_dir, database_url=database_url, object_store=store, secrets_path=secrets_dir
+            )
+            examine_data(report, settings, given_secrets(), has_admin_key=client.has_key)
         examine_server(report, client)
     findings = report.as_json()
     if as_json:
@@ -225,7 +253,12 @@ def _show_verdict(name: str, version: VersionOut, as_json: bool) -> None:
         return
     console = Console()
     console.print(_report_table(version.report))
-    console.print(f"{name}@{version.version} is ready." if version.version else f"{name} was refused; no version was published.")
+    if version.version is None:
+        console.print(f"{name} was refused; no version was published.")
+    elif version.state == VersionState.READY:
+        console.print(f"{name}@{version.version} is ready.")
+    else:
+        console.print(f"{name}@{version.version} was published, and is {version.state}: its adapter was deleted.")
 
 
 def _report_table(findings: Sequence[dict[str, str | None]]) -> Table:

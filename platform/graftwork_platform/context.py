@@ -21,7 +21,9 @@ from graftwork_platform.keys.service import Keys
 from graftwork_platform.publishing.blobs import Blobs
 from graftwork_platform.publishing.incoming import Incoming
 from graftwork_platform.publishing.leases import PublishTiming
+from graftwork_platform.publishing.owner import StoreOwner
 from graftwork_platform.publishing.publisher import Publisher, RunPublish
+from graftwork_platform.publishing.store_threads import StoreThreads
 from graftwork_platform.publishing.uploads import Uploads
 from graftwork_platform.secrets import Secrets, load_or_create
 from graftwork_platform.settings import Settings, given_secrets
@@ -34,6 +36,8 @@ _OPEN_WITHIN_S = 5.0
 """How long a start waits for the database before it answers without it."""
 
 _OPEN_PAUSE_S = 0.5
+_LAST_WORK_S = 4.0
+"""In which a database that does not answer is given up at a stop, so that the supervisor need not end it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class Services:
     secrets: Secrets
     database: Database
     store: ObjectStore
+    store_owner: StoreOwner
+    store_threads: StoreThreads
     keyring: KeyRing
     keys: Keys
     tenants: Tenants
@@ -70,13 +76,26 @@ def build_services(
     secrets = load_or_create(settings.secrets_dir, given_secrets())
     database = Database(settings.database)
     ring = KeyRing(secrets, now=now, reread=reread_from(database) if database.is_shared else None)
-    incoming = Incoming(store, settings.uploads_dir)
-    blobs = Blobs(database, store, spec.base_id, settings.row_type, delete_grace=2 * settings.request_timeout, now=now)
+    threads = StoreThreads()
+    owner = StoreOwner(database, store, threads)
+    incoming = Incoming(store, settings.uploads_dir, threads)
+    blobs = Blobs(
+        database,
+        store,
+        spec.base_id,
+        settings.row_type,
+        scratch=settings.scratch_dir,
+        threads=threads,
+        delete_grace=2 * settings.request_timeout,
+        now=now,
+    )
     publisher = Publisher(
         database,
         blobs,
         incoming,
+        owner,
         spec,
+        threads=threads,
         row_type=settings.row_type,
         scratch=settings.scratch_dir,
         run_publish=run,
@@ -91,11 +110,13 @@ def build_services(
         secrets=secrets,
         database=database,
         store=store,
+        store_owner=owner,
+        store_threads=threads,
         keyring=ring,
         keys=Keys(database, ring, secrets, now=now),
-        tenants=Tenants(database, now=now),
+        tenants=Tenants(database, ring, now=now),
         catalog=Catalog(database, settings.base_name, now=now),
-        uploads=Uploads(database, incoming, blobs, publisher, settings.upload, base_name=settings.base_name, now=now),
+        uploads=Uploads(database, incoming, blobs, publisher, threads, settings.upload, base_name=settings.base_name, now=now),
         publisher=publisher,
         usage=UsageLedger(settings.data_dir / "journal", UsageWriter(database).write),
     )
@@ -122,11 +143,13 @@ async def running(services: Services) -> AsyncIterator[Services]:
     try:
         yield services
     finally:
+        services.database.hurry(_LAST_WORK_S)
         await services.publisher.close()
         await services.usage.close()
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
+        await services.store_threads.close()
         services.database.close()
 
 

@@ -12,13 +12,14 @@ from contextlib import asynccontextmanager
 from enum import IntEnum
 
 import psycopg
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import Connection, Dialect, Engine, create_engine, event, text
 from sqlalchemy.engine import URL
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool, QueuePool
 
+from graftwork_platform.db_patience import Patience
 from graftwork_platform.db_url import POSTGRESQL, UnsupportedDatabase, describe
 
 _OLDEST = 15
@@ -34,7 +35,11 @@ _CONNECTING = {
     "application_name": "graftwork",
 }
 # A process that stalls in the middle of a transaction must not keep the others out for ever.
-_SESSION = "SET lock_timeout = '10s'; SET statement_timeout = '30s'; SET idle_in_transaction_session_timeout = '60s'"
+# A commit is on the server's disk whatever its configuration says: the journal gives up its rows then.
+_SESSION = (
+    "SET lock_timeout = '10s'; SET statement_timeout = '30s'; SET idle_in_transaction_session_timeout = '60s'; "
+    "SET synchronous_commit = on"
+)
 
 _LOST_A_RACE = ("40001", "40P01", "23505")
 """Serialization failure, deadlock, and a unique value that somebody else took first: work done again sees the other's row."""
@@ -59,8 +64,10 @@ def take_turn(session: Session | Connection, turn: Turn) -> None:
         connection.execute(text("SELECT pg_advisory_xact_lock(:locks, :turn)"), {"locks": _LOCKS, "turn": turn.value})
 
 
-def postgresql_engine(url: URL, *, size: int, writes: bool) -> Engine:
-    """At most ``size`` connections, each looked at before use, so that a server that was restarted is survived."""
+def postgresql_engine(url: URL, *, size: int, writes: bool, patience: Patience) -> Engine:
+    """At most ``size`` connections, each looked at before use, so that a server that was restarted is survived. A thread waits for
+    answers as long as ``patience`` allows.
+    """
     engine = create_engine(
         url,
         poolclass=QueuePool,
@@ -70,6 +77,12 @@ def postgresql_engine(url: URL, *, size: int, writes: bool) -> Engine:
         hide_parameters=True,
         connect_args=connect_options(url),
     )
+
+    @event.listens_for(engine, "do_connect")
+    def connect(
+        _dialect: Dialect, _entry: ConnectionPoolEntry, args: tuple[str, ...], options: dict[str, str]
+    ) -> psycopg.Connection[object]:
+        return patience.connect(*args, **options)
 
     @event.listens_for(engine, "connect")
     def configure(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:

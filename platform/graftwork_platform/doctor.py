@@ -14,12 +14,16 @@ from graftwork_adapters.report import Report
 from graftwork_adapters.store import StoreConfig
 from graftwork_adapters.stores import check_store
 from graftwork_platform.admin.client import AdminClient, CallFailed
-from graftwork_platform.db_url import UnsupportedDatabase, check_url, describe, sqlite_path
-from graftwork_platform.serve.data_dir import DataDirBusy, locked
-from graftwork_platform.settings import Settings
+from graftwork_platform.db_url import UnsupportedDatabase, check_url, describe, is_postgresql, sqlite_path
+from graftwork_platform.secrets import BadSecret, load_or_create
+from graftwork_platform.serve.data_dir import holder
+from graftwork_platform.settings import GivenSecrets, Settings
 
 _PYTHON = (3, 11)
 _TORCH = ((2, 11), (2, 14))  # from, below
+
+_FROM_A_BACKUP = "`graftwork serve` makes it at the first start; after that, restore it from a backup"
+_STAND_IN = "00" * 32
 
 
 def examine_software(report: Report) -> None:
@@ -41,16 +45,22 @@ def examine_software(report: Report) -> None:
         report.warn("torch", None, f"{torch} was not tested", "pip install 'torch>=2.11,<2.14'")
 
 
-def examine_data(report: Report, settings: Settings) -> None:
-    """The data directory, its lock, secrets, database and store."""
+def examine_data(report: Report, settings: Settings, given: GivenSecrets = GivenSecrets(), *, has_admin_key: bool = False) -> None:
+    """The data directory, its lock, secrets, database and store.
+
+    What is ``given`` is not looked for in files. ``has_admin_key``: whoever asks has an admin key, wherever it came from.
+    """
     folder = settings.data_dir
     if not folder.is_dir():
         report.fail("data directory", str(folder), "is not there", "`graftwork serve` makes it at the first start")
         return
     _examine_writable(report, folder)
     _examine_lock(report, settings)
-    for path in (settings.admin_key_file, settings.secrets_dir / "pepper", settings.secrets_dir / "cache-salt"):
-        _examine_secret(report, path)
+    _examine_admin_key_file(report, settings, has_admin_key=has_admin_key)
+    _examine_given(report, given)
+    for name, text in (("pepper", given.pepper), ("cache-salt", given.cache_salt)):
+        if text is None:
+            _examine_secret(report, settings.secrets_dir / name)
     _examine_database(report, settings.database)
     _examine_store(report, settings.store)
 
@@ -66,6 +76,9 @@ def examine_server(report: Report, client: AdminClient) -> None:
         report.passed("server", "is ready", client.url)
     else:
         report.warn("server", client.url, "is up but not ready", "wait for the engine to start, or look at its log")
+    if not client.has_key:
+        report.warn("admin key", client.url, "was not tried, since none is given", "give --admin-key or GRAFTWORK_ADMIN_KEY")
+        return
     try:
         client.check_key()
         report.passed("admin key", "is accepted", client.url)
@@ -83,24 +96,56 @@ def _examine_writable(report: Report, folder: Path) -> None:
 
 
 def _examine_lock(report: Report, settings: Settings) -> None:
-    if not settings.lock_file.exists():
-        report.passed("lock", "no server has used this data directory yet", str(settings.lock_file))
-        return
     try:
-        with locked(settings.lock_file):
-            report.passed("lock", "no server is running on this data directory", str(settings.lock_file))
-    except DataDirBusy:
-        report.passed("lock", "held by the server that is running", str(settings.lock_file))
+        process = holder(settings.lock_file)
     except OSError as error:
-        report.fail("lock", str(settings.lock_file), f"cannot be opened: {error.strerror}", "fix its owner")
+        report.fail("lock", str(settings.lock_file), f"cannot be read: {error.strerror}", "fix its owner")
+        return
+    found = "no server is running on this data directory" if process is None else f"held by the server that is running ({process})"
+    report.passed("lock", found, str(settings.lock_file))
+
+
+def _examine_admin_key_file(report: Report, settings: Settings, *, has_admin_key: bool) -> None:
+    """The first server on a database has the file; others are asked with its key."""
+    file = settings.admin_key_file
+    if file.exists():
+        _examine_secret(report, file)
+    elif has_admin_key:
+        report.passed("secrets", "is not there, and not needed: an admin key is given", str(file))
+    elif _is_shared(settings.database):
+        fix = "copy it from the first server on this database, or set GRAFTWORK_ADMIN_KEY"
+        report.warn("secrets", str(file), "is not there, as on every server on a database but the first", fix)
+    else:
+        report.fail("secrets", str(file), "is not there", _FROM_A_BACKUP)
+
+
+def _is_shared(database_url: str) -> bool:
+    try:
+        return is_postgresql(check_url(database_url))
+    except UnsupportedDatabase:  # told where the database is examined
+        return False
+
+
+def _examine_given(report: Report, given: GivenSecrets) -> None:
+    """The secrets of the environment. One that is not given has a stand-in, so that no file is read or made."""
+    for name, text, alone in (
+        ("GRAFTWORK_PEPPER", given.pepper, GivenSecrets(given.pepper, _STAND_IN)),
+        ("GRAFTWORK_CACHE_SALT", given.cache_salt, GivenSecrets(_STAND_IN, given.cache_salt)),
+    ):
+        if text is None:
+            continue
+        try:
+            load_or_create(Path(), alone)
+            report.passed("secrets", "is given in the environment", name)
+        except BadSecret as error:
+            report.fail("secrets", name, str(error), "give 32 bytes in hex, the same on every server on this database")
 
 
 def _examine_secret(report: Report, path: Path) -> None:
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
-        fix = "`graftwork serve` makes it at the first start; after that, restore it from a backup"
-        report.fail("secrets", str(path), f"cannot be read: {error.strerror}", fix)
+        report.fail("secrets", str(path), f"cannot be read: {error.strerror}", _FROM_A_BACKUP)
         return
     if mode & 0o077:
         report.warn("secrets", str(path), f"others may read it (mode {mode:o})", f"chmod 600 {path}")

@@ -231,7 +231,7 @@ class Usage(Base):
 
 
 class SecretFingerprint(Base):
-    """What a secret that the database's rows were made with hashes to, so that a server with another one is refused."""
+    """What belongs to this database from outside of it: its pepper's hash, and the id that its object stores carry."""
 
     __tablename__ = "secret_fingerprints"
 

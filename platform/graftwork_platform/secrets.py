@@ -42,10 +42,10 @@ def load_or_create(directory: Path, given: GivenSecrets = GivenSecrets()) -> Sec
     Raises `BadSecret` for one that is cut short, `OSError` if a file cannot be read or made.
     """
     return Secrets(
-        pepper=_secret(directory / "pepper") if given.pepper is None else _bytes(given.pepper, "GRAFTWORK_PEPPER"),
+        pepper=_secret(directory / "pepper") if given.pepper is None else _given(given.pepper, "GRAFTWORK_PEPPER"),
         cache_salt=_secret(directory / "cache-salt")
         if given.cache_salt is None
-        else _bytes(given.cache_salt, "GRAFTWORK_CACHE_SALT"),
+        else _given(given.cache_salt, "GRAFTWORK_CACHE_SALT"),
     )
 
 
@@ -79,14 +79,20 @@ def _secret(path: Path) -> bytes:
             os.link(made, path)
         made.unlink()
         sync_directory(path.parent)
-    return _bytes(path.read_text(errors="replace"), str(path))
+    return _bytes(path.read_text(errors="replace"), str(path), "restore it from a backup")
 
 
-def _bytes(text: str, where: str) -> bytes:
+def _given(text: str, variable: str) -> bytes:
+    return _bytes(
+        text, variable, f"set it to what the other servers on this database have; for the first: openssl rand -hex {_BYTES}"
+    )
+
+
+def _bytes(text: str, where: str, next_step: str) -> bytes:
     try:
         secret = bytes.fromhex(text.strip())
     except ValueError:
-        raise BadSecret(f"{where} does not hold {_BYTES} bytes in hex; restore it from a backup") from None
+        raise BadSecret(f"{where} does not hold {_BYTES} bytes in hex; {next_step}") from None
     if len(secret) < _BYTES:
-        raise BadSecret(f"{where} holds {len(secret)} bytes, expected {_BYTES}; restore it from a backup")
+        raise BadSecret(f"{where} holds {len(secret)} bytes, expected {_BYTES}; {next_step}")
     return secret

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from uuid import UUID
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from graftwork_platform.catalog.names import check_tenant_name
 from graftwork_platform.db import Database
 from graftwork_platform.errors import Conflict, NotFound
 from graftwork_platform.ids import parse, uuid7
-from graftwork_platform.models import Tenant
+from graftwork_platform.keys.ring import KeyRing
+from graftwork_platform.models import Adapter, AdapterVersion, ApiKey, Tenant, Upload, UploadState, VersionState
 from graftwork_platform.paging import Page, page_of
 
 
 class Tenants:
-    """All tenants."""
+    """All tenants. The ring passed in is the one that knows their keys."""
 
-    def __init__(self, database: Database, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, database: Database, ring: KeyRing, *, now: Callable[[], float] = time.time) -> None:
         self._database = database
+        self._ring = ring
         self._now = now
 
     async def create(self, name: str) -> Tenant:
@@ -50,13 +53,21 @@ class Tenants:
         return tenant
 
     async def delete(self, tenant_id: UUID) -> None:
-        """Mark a tenant deleted; its usage stays. The caller revokes its keys next."""
+        """Refuse a tenant's keys from now on, and stop serving what it has; its usage stays. All or nothing. Raises `NotFound`."""
 
         def work(session: Session) -> None:
-            tenant = session.get_one(Tenant, tenant_id, with_for_update=True)
-            tenant.deleted_at = tenant.deleted_at or int(self._now() * 1000)
+            tenant = session.get_one(Tenant, tenant_id, with_for_update=True)  # no key is made behind this
+            if tenant.deleted_at is not None:
+                raise NotFound(f"No tenant `{tenant.name}`.", code="tenant_not_found")
+            tenant.deleted_at = int(self._now() * 1000)
+            _close_all_of(session, tenant_id, tenant.deleted_at)
 
-        await self._database.run_write(work)
+        async def commit_then_refuse() -> None:
+            await self._database.run_write(work)
+            self._ring.remove_tenant(tenant_id)
+
+        # A client that hangs up between the commit and the ring must not leave the keys working.
+        await asyncio.shield(commit_then_refuse())
 
     async def list(self, *, after: UUID | None, limit: int) -> Page[Tenant]:
         """Tenants that are not deleted, oldest first."""
@@ -64,3 +75,18 @@ class Tenants:
         if after is not None:
             query = query.where(Tenant.id > after)
         return await self._database.run_read(lambda session: page_of(session, query, limit))
+
+
+def _close_all_of(session: Session, tenant_id: UUID, now: int) -> None:
+    """Revoke keys, expire uploads, and delete adapters with their versions, whose blobs a sweep then frees.
+
+    An upload that is being validated finds its adapter deleted. Rows are locked in the order of `publishing.records`.
+    """
+    keys = (ApiKey.tenant_id == tenant_id, ApiKey.revoked_at.is_(None))
+    session.execute(update(ApiKey).where(*keys).values(revoked_at=now))
+    uploads = (Upload.tenant_id == tenant_id, Upload.state == UploadState.UPLOADING)
+    session.execute(update(Upload).where(*uploads).values(state=UploadState.EXPIRED))
+    adapters = (Adapter.tenant_id == tenant_id, Adapter.deleted_at.is_(None))
+    session.execute(update(Adapter).where(*adapters).values(deleted_at=now))
+    versions = (AdapterVersion.tenant_id == tenant_id, AdapterVersion.state == VersionState.READY)
+    session.execute(update(AdapterVersion).where(*versions).values(state=VersionState.DELETING, deleted_at=now))

@@ -78,7 +78,8 @@ class UsageWriter:
                 await asyncio.sleep(self._retry_delays[attempt])
             except SQLAlchemyError as error:
                 delay = self._retry_delays[min(attempt, len(self._retry_delays) - 1)]
-                _log.warning("cannot write %d usage rows, trying again in %.1f s: %s", len(rows), delay, error)
+                what = " ".join(str(error).split())
+                _log.warning("cannot write %d usage rows, trying again in %.1f s: %s", len(rows), delay, what)
                 await asyncio.sleep(delay)
 
 

@@ -14,7 +14,7 @@ import typer
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ["platform", "adapters", "engine", "kernels", "migrations", "tests", "deploy", "benchmarks", "examples"]
+ROOMS = ["platform", "adapters", "engine", "kernels", "admin_ui", "migrations", "tests", "deploy", "benchmarks", "examples"]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / room / "README.md" for room in ROOMS)])
 ADRS = sorted((ROOT / "docs" / "adr").glob("*.md"))
 MAX_ROOM_README_LINES = 60
@@ -157,6 +157,24 @@ def test_locks_hold_what_pyproject_asks_for() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "requirements").rglob("*.txt")), ids=name_of)
 def test_no_file_of_requirements_names_an_index(path: Path) -> None:
     assert re.findall(r"://|^--?(?:index|extra-index|find-links|i|f)\b.*", path.read_text(), re.MULTILINE) == []
+
+
+def test_every_package_that_make_installs_is_locked_but_torch() -> None:
+    installs = re.findall(r"\$\(PIP\) install (.+)|-m pip install (.+)", (ROOT / "Makefile").read_text())
+    assert len(installs) > 6
+    for words in map("".join, installs):
+        assert "--require-hashes -r requirements/" in words.replace("--upgrade ", "").replace(
+            '--target "$(BASE_PACKAGE)" ', ""
+        ) or ("$(TORCH)" in words or words.endswith("-e .")), words
+
+
+def test_no_comment_cites_a_list_that_its_reader_lacks() -> None:
+    """Faults are named by their public thread, repo#n, as in docs/public-faults.md."""
+    cited = re.compile(r"(?<!noqa: )\bB\d{3}\b")
+    rooms = (ROOT / room for room in [*ROOMS, "docs"])
+    files = [path for room in rooms for kind in ("py", "md") for path in room.rglob(f"*.{kind}")]
+    assert len(files) > 200
+    assert [name_of(path) for path in files if cited.search(path.read_text())] == []
 
 
 REPORT = "<testsuites><testsuite><testcase classname='a' name='b'>{}</testcase></testsuite></testsuites>"

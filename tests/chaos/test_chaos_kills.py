@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -28,13 +29,14 @@ CHECKPOINT_S = 1.0
 
 @dataclass(eq=False)
 class Stream(threading.Thread):
-    """One client: a streamed completion, its tokens with their times of arrival, and how it ended."""
+    """One client: a streamed completion, the tokens of all its choices with their times of arrival, and how it ended."""
 
     url: str
     key: str
     model: str
     prompt: list[int]
     count: int
+    extra: dict[str, Any] = field(default_factory=dict)
     request_name: str = field(default_factory=lambda: f"chaos-{uuid4().hex}")
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -46,7 +48,7 @@ class Stream(threading.Thread):
     def run(self) -> None:
         headers = {"Authorization": f"Bearer {self.key}", "X-Request-Id": self.request_name}
         body = {"model": self.model, "prompt": self.prompt, "max_tokens": self.count, "temperature": 0, "stream": True}
-        body |= {"ignore_eos": True, "return_token_ids": True}
+        body |= {"ignore_eos": True, "return_token_ids": True, **self.extra}
         try:
             with (
                 httpx2.Client(timeout=120) as client,
@@ -54,12 +56,17 @@ class Stream(threading.Thread):
             ):
                 for line in response.iter_lines():
                     self._take(line)
+                if response.status_code == 200 and not body["stream"]:
+                    self.ending = "done"
         except httpx2.HTTPError:
             pass
         if self.ending == "running":
             self.ending = "cut"
 
     def _take(self, line: str) -> None:
+        if line.startswith("{"):  # the whole answer of one that does not stream
+            self._take_choices(json.loads(line))
+            return
         if not line.startswith("data: "):
             return
         if line == "data: [DONE]":
@@ -69,9 +76,13 @@ class Stream(threading.Thread):
         if "error" in chunk:
             self.ending = "error"
             return
-        ids = chunk["choices"][0].get("token_ids") or []
-        self.tokens += ids
-        self.times += [time.monotonic()] * len(ids)
+        self._take_choices(chunk)
+
+    def _take_choices(self, answer: dict[str, Any]) -> None:
+        for choice in answer.get("choices", []):
+            ids = choice.get("token_ids") or []
+            self.tokens += ids
+            self.times += [time.monotonic()] * len(ids)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +147,7 @@ def processes(server: Any) -> Iterator[int]:
 def test_engine_killed_in_the_life_of_32_streams_loses_none(
     server: Any, key: str, adapters: dict[str, Path], expected: Callable[[list[Stream]], list[list[int]]], kill_round: int
 ) -> None:
-    streams = start_streams(server, key, adapters, 32, 100)
+    streams = start_streams(server, key, adapters, 32, 160)
     [engine] = server.process_ids("graftwork_engine.process")
     os.kill(engine, signal.SIGKILL)
     join_all(streams)
@@ -171,6 +182,82 @@ def test_api_process_killed_in_mid_stream_is_billed_what_the_engine_made(server:
     made = server.wait_until_idle()["graftwork_engine_output_tokens_total"] - before
     assert sum(row["output_tokens"] for row in rows.values()) == made, "the engine's own final counts"
     assert time.monotonic() - killed_at < 60
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "three choices": {"n": 3, "temperature": 1.0, "seed": 5},
+    "stop string": {"stop": ["\x07\x07\x07", "e\x01"], "temperature": 1.0},
+    "echo": {"echo": True, "logprobs": 2},
+    "echo of two": {"echo": True, "logprobs": 1, "n": 2, "temperature": 0.7},
+    "penalties": {"presence_penalty": 1.0, "logprobs": 3},
+    "whole answer": {"stream": False, "n": 2},
+    "whole echo": {"stream": False, "echo": True, "logprobs": 1},
+}
+
+
+def test_api_process_killed_under_requests_of_all_kinds_bills_each_at_most_once(
+    server: Any, key: str, adapters: dict[str, Path]
+) -> None:
+    before = server.wait_until_idle()
+    names = [server.model.name, *adapters]
+    running = [Stream(server.url, key, names[n % len(names)], [70 + n, *PROMPT], 800, KINDS[kind]) for n, kind in enumerate(KINDS)]
+    ending = [Stream(server.url, key, names[n % len(names)], [90 + n, *PROMPT], 3) for n in range(4)]
+    waiting = [  # in the queue or in their prompts when the kill comes
+        Stream(server.url, key, names[n % len(names)], [100 + n, *PROMPT * 120], 200, kind)
+        for n, kind in enumerate([*KINDS.values(), *KINDS.values()])
+    ]
+    for stream in [*running, *ending]:
+        stream.start()
+    streamed = [stream for stream in running if stream.extra.get("stream", True)]
+    wait_for(lambda: all(stream.tokens or stream.ending != "running" for stream in streamed))
+    for stream in waiting:
+        stream.start()
+    wait_for(lambda: server.metrics()["graftwork_usage_running_requests"] > len(running) + len(waiting) // 2)
+    [api] = server.process_ids("graftwork_platform.serve.api_process")
+    os.kill(api, signal.SIGKILL)
+    streams = [*running, *ending, *waiting]
+    join_all(streams)
+    assert sum(stream.ending == "cut" for stream in running) >= len(running) // 2, "the kill came too late"
+    assert any(stream.ending == "cut" and not stream.tokens for stream in waiting)
+    server.wait_ready()
+    known = {stream.request_name: stream for stream in streams}
+    due = {stream.request_name for stream in streams if stream.tokens}
+    wait_for(lambda: due <= {row["client_request_id"] for row in server.usage_rows("acme")})
+    after = server.wait_until_idle()
+    time.sleep(0.5)  # a doubled row would come late
+    rows = [row for row in server.usage_rows("acme") if row["client_request_id"] in known]
+    assert len(rows) == len({row["client_request_id"] for row in rows}), "billed twice"
+    for row in rows:
+        stream = known[row["client_request_id"]]
+        assert row["output_tokens"] >= len(stream.tokens)
+        assert row["prompt_tokens"] in (0, len(stream.prompt)), "its prompt once, or nothing at all"
+        assert row["output_tokens"] == 0 or row["prompt_tokens"]
+        if stream.ending == "done":
+            assert (row["status"], row["output_tokens"]) == ("completed", len(stream.tokens))
+    made = after["graftwork_engine_output_tokens_total"] - before["graftwork_engine_output_tokens_total"]
+    assert 0 < sum(row["output_tokens"] for row in rows) <= made
+    server.complete(server.client(key), server.model.name, PROMPT, 2)
+    checks = "graftwork_engine_integrity_checks_total"
+    wait_for(lambda: server.metrics()[checks] >= before[checks] + 2)  # after the kill and after this request
+    at_rest = server.metrics()
+    assert at_rest["graftwork_engine_integrity_faults_total"] == 0
+    assert at_rest["graftwork_engine_kv_blocks_used"] == 0
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.02)
+
+
+def test_a_server_may_open_as_many_files_as_the_system_allows(server: Any) -> None:
+    """Each connection takes one: at the usual soft limit of 1024 a server would be full of idle clients, its journal too."""
+    for process_id in processes(server):
+        soft, hard = resource.prlimit(process_id, resource.RLIMIT_NOFILE)
+        assert hard > 1024, "this machine's own limit leaves nothing to raise"
+        assert soft == min(hard, 1 << 20)
 
 
 def test_everything_killed_is_billed_from_the_last_checkpoint(server: Any, key: str, adapters: dict[str, Path]) -> None:

@@ -20,6 +20,12 @@ pytestmark = pytest.mark.e2e
 PROMPT = [40, 41, 42, 43, 44, 45]
 
 
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Any]) -> Any:
+    """On one backend: the kill tests have both."""
+    return start_server("--dtype", "float32")
+
+
 def test_stream_survives_a_kill_of_the_engine(server: Any, key: str, adapters: dict[str, Path], reference: Any) -> None:
     client = server.lenient(server.client(key))
     expected = reference(adapters["stable"], PROMPT, 150)

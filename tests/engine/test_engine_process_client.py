@@ -1,7 +1,7 @@
 """The engine's socket and its client: streams, aborts, the engine's death, the client's death, poisoned requests.
 
 A scripted engine stands in for the model: token i of a request is (sum of its prompt + i) mod 1000, so a resumed stream can be told
-from a restarted one.
+from a restarted one. This file is long because all its tests run against the engine that it holds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -17,10 +18,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from graftwork_engine.client import EngineClient
 from graftwork_engine.errors import EngineUnavailable, ErrorCode, RequestFailed, RequestRejected
-from graftwork_engine.messages import Orphan, OutItem, Sampling
+from graftwork_engine.messages import PROTOCOL_VERSION, Abort, Add, Orphan, Out, OutItem, Ready, Sampling, ToClient, ToEngine
+from graftwork_engine.server import _SocketLoop, aborted_item
+from graftwork_engine.sessions import Session, SessionTable
 from graftwork_engine.streams import GenerationRequest, Stream
 
 POISON = 666
@@ -376,6 +380,136 @@ def test_a_claim_no_engine_answers_is_unavailable(tmp_path: Path) -> None:
             await client.settle_orphans(["r"])
 
     asyncio.run(run())
+
+
+def test_an_id_that_is_aborted_can_be_used_again_at_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path, step_s=0.001) as (_, client):
+            for number in range(30):
+                first = client.generate(request_of("r", [5, number], max_tokens=100_000))
+                for _ in range(number % 3):
+                    await anext(first)
+                async with client.streams() as group:  # left at once: the abort and the next run's start lie behind each other
+                    if not number % 3:
+                        await group.add(request_of("r", [5, number], max_tokens=100_000))
+                await first.aclose()
+                if number % 2:  # one that does not even begin
+                    async with client.streams() as group:
+                        await group.add(request_of("r", [6]))
+                second = tokens_of(client, request_of("r", [7, number], max_tokens=5))
+                assert await asyncio.wait_for(second, 10) == expected([7, number], 5)
+            await until(lambda: client.stats.get("requests_running") == 0.0)
+            assert (client.num_streams, client._stopping) == (0, set())
+
+    asyncio.run(run())
+
+
+def test_a_second_client_with_the_id_of_a_running_request_is_told(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (engine, client), EngineClient(engine.endpoint) as other:
+            first = client.generate(request_of("r", [1], max_tokens=40))
+            await anext(first)
+            await other.wait_ready(10)
+            with pytest.raises(RequestFailed, match="running"):
+                await asyncio.wait_for(tokens_of(other, request_of("r", [2])), 10)
+            assert [token async for item in first for token in item.token_ids] == expected([1], 40)[1:]
+
+    asyncio.run(run())
+
+
+def test_an_abort_of_what_waits_in_the_engine_for_an_earlier_run_is_answered() -> None:
+    """The engine's own wall, against a client that adds an id again before the last item of its first run came."""
+    inbox, loop, sent = socket_loop()
+    session = Session("a", b"a", 0.0, None)
+    loop._sessions.open(session)
+    add = request_stream("r").as_add("epoch")
+    loop._handle(b"a", add)
+    loop._handle(b"a", Abort("r", 0))
+    loop._handle(b"a", add)
+    loop._handle(b"a", Abort("r", 0))
+    assert [inbox.get_nowait(), inbox.get_nowait(), inbox.empty()] == [add, Abort("r", 0), True], "the second run is held"
+    assert sent == [(b"a", Out("epoch", [aborted_item("r", 0)]))], "and dropped"
+    loop._handle(b"a", add)
+    loop._outbox.put(Out("epoch", [aborted_item("r", 0)]))
+    loop._send_all()
+    assert [inbox.get_nowait(), inbox.empty()] == [add, True], "the third one begins once the first has stopped"
+    assert loop._sessions.owned_by(session, "r")
+
+
+def test_a_stream_that_lost_tokens_is_stopped_in_the_engine(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (_, client):
+            stream = client.generate(request_of("r", [5], max_tokens=100_000))
+            await anext(stream)
+            await client._deliver([OutItem("r", 1000, [1])])
+            with pytest.raises(RequestFailed, match="lost"):
+                async for _ in stream:
+                    pass
+            await until(lambda: client.stats.get("requests_running") == 0.0)
+            assert await tokens_of(client, request_of("r", [6])) == expected([6], 20)
+
+    asyncio.run(run())
+
+
+def test_heartbeats_go_on_after_a_fault_of_the_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (_, client):
+            send, faults = client._send, [zmq.ZMQError(zmq.ENOTSUP), OSError(24, "Too many open files")]
+
+            async def faulty(message: ToEngine) -> None:
+                if faults:
+                    raise faults.pop()
+                await send(message)
+
+            monkeypatch.setattr(client, "_send", faulty)
+            await until(lambda: not faults)
+            await asyncio.sleep(0.5)
+            assert client._beater is not None
+            assert not client._beater.done()
+            assert "Too many open files" in caplog.text
+            assert await tokens_of(client, request_of("r", [1])) == expected([1], 20)
+
+    asyncio.run(run())
+
+
+def test_reading_goes_on_on_a_new_socket_after_an_unforeseen_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with engine_and_client(tmp_path) as (_, client):
+            deliver = client._deliver
+
+            async def broken(items: list[OutItem]) -> None:
+                client._deliver = deliver  # type: ignore[method-assign]
+                raise AssertionError("nobody foresaw it")
+
+            client._deliver = broken  # type: ignore[method-assign]
+            with contextlib.suppress(RequestFailed):
+                await asyncio.wait_for(tokens_of(client, request_of("first", [1], 3)), 10)
+            assert "nobody foresaw it" in caplog.text
+            await client.wait_ready(10)
+            assert await asyncio.wait_for(tokens_of(client, request_of("second", [1])), 10) == expected([1], 20)
+
+    asyncio.run(run())
+
+
+def socket_loop() -> tuple[queue.SimpleQueue[Add | Abort | None], _SocketLoop, list[tuple[bytes, ToClient]]]:
+    """The engine's socket loop with nobody at the socket: what it would compute, itself, and what it sends."""
+    inbox: queue.SimpleQueue[Add | Abort | None] = queue.SimpleQueue()
+    sent: list[tuple[bytes, ToClient]] = []
+
+    class Loop(_SocketLoop):
+        def _send(self, identity: bytes, message: ToClient) -> None:
+            sent.append((identity, message))
+
+    context = zmq.Context.instance()
+    with context.socket(zmq.ROUTER) as socket:
+        ready = Ready(PROTOCOL_VERSION, "epoch", 1, "base", 100, 100)
+        return inbox, Loop(socket, os.eventfd(0), ready, SessionTable(), inbox, queue.SimpleQueue()), sent
+
+
+def request_stream(name: str) -> Stream:
+    return Stream(request_of(name, [1]), None)
 
 
 def test_items_that_overlap_what_the_client_has_are_trimmed() -> None:

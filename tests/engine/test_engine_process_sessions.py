@@ -26,7 +26,7 @@ def test_a_request_is_stopping_until_its_client_is_dead_and_it_has_stopped() -> 
     assert table.claim(["r", "stranger"]) == ([], ["r"])
     table.deliver([made("r", 2, 3)])
     assert table.close(session) == ["r"]
-    assert table.is_dying("r")
+    assert table.is_stopping("r")
     assert table.claim(["r"]) == ([], ["r"])
     table.deliver([made("r", 5, 1)])
     assert table.deliver([made("r", 6, 0, "abort")]) == {}
@@ -89,3 +89,35 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, stopping = table.claim(f"{client}{number}" for client in "ab" for number in range(5))
     assert [orphan.request_id for orphan in kept] == ["a4", "b2", "b3", "b4"]
     assert stopping == []
+
+
+def test_an_aborted_requests_last_items_end_no_second_run_of_its_id() -> None:
+    table = SessionTable()
+    session = opened(table, "a")
+    table.own(session, "r", 0)
+    table.deliver([made("r", 0, 3)])
+    table.forget("r", 2)
+    assert table.is_stopping("r")
+    assert table.deliver([made("r", 3, 1)]) == {}, "nothing more of it is wanted"
+    last = made("r", 4, 0, "abort")
+    assert table.deliver([last]) == {b"a": [last]}, "its client waits for this"
+    assert not table.is_stopping("r")
+    assert table.own(session, "r", 0)
+    table.deliver([made("r", 0, 1)])
+    assert table.owned_by(session, "r")
+    table.deliver([made("r", 1, 6, "length")])
+    table.close(session)
+    assert table.claim(["r"]) == ([Orphan("r", 7)], []), "the second run's count"
+
+
+def test_a_client_that_dies_right_after_an_abort_leaves_what_it_wanted() -> None:
+    table = SessionTable()
+    session = opened(table, "a")
+    table.own(session, "r", 0)
+    table.deliver([made("r", 0, 5)])
+    table.forget("r", 3)
+    assert table.close(session) == [], "it is being aborted already"
+    assert table.is_stopping("r")
+    assert table.deliver([made("r", 5, 0, "abort")]) == {}
+    assert not table.is_stopping("r")
+    assert table.claim(["r"]) == ([Orphan("r", 3)], [])

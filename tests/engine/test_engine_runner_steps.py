@@ -128,6 +128,20 @@ def test_one_step_may_score_a_prompt_and_continue_another(memory: AdapterMemory)
     assert len(last.prompt_logprobs) == 2  # the last prompt token scores an output token, not a prompt token
 
 
+def test_a_request_that_goes_on_does_not_score_its_prompt_again(memory: AdapterMemory) -> None:
+    scoring = replace_sampling(prompt_logprobs=1)
+    first, resumed = make_request(scoring), make_request(scoring)
+    drawn, prompt = generate(make_runner(memory), first, range(5), steps=6)
+    assert len(prompt) == len(PROMPT) - 1
+    resumed.output_ids += first.output_ids[:2]
+    plan = StepPlan([part(resumed, 0, len(PROMPT) + 2, range(5))])
+    assert build_batch(plan, BLOCK, memory, CPU).prompt_rows.tolist() == []
+    rest, again = generate(make_runner(memory), resumed, range(5), steps=4)
+    assert again == []
+    assert resumed.output_ids == first.output_ids
+    assert_close(rest, drawn[2:])
+
+
 def test_the_same_seed_and_position_draw_the_same_token(memory: AdapterMemory) -> None:
     hot = replace_sampling(temperature=1.5, seed=2**64 - 3)
     first, resumed = make_request(hot), make_request(hot)

@@ -153,6 +153,8 @@ class TestRejection:
             ([], 1, [], "the prompt is empty"),
             ([1, VOCAB_SIZE], 1, [], f"token id {VOCAB_SIZE} is not in 0..{VOCAB_SIZE - 1}"),
             ([-1], 1, [], "token id -1"),
+            ([3, -2, 4, -1, 3], 1, [], "token id -2"),
+            ([3], 4, [1, VOCAB_SIZE + 1, 2], f"token id {VOCAB_SIZE + 1}"),
             ([1], 4, [VOCAB_SIZE + 3], f"token id {VOCAB_SIZE + 3}"),
             ([1], -1, [], "max_tokens is -1"),
         ],
@@ -311,6 +313,17 @@ class TestPromptLogprobs:
         ranges = [(s.start, s.samples) for plan in bench.runner.plans for s in plan.scheduled if s.request.request_id == "a"]
         assert ranges == [(0, False), (1, False), (2, False), (3, False), (0, False), (2, False), (4, True), (6, True)]
         assert bench.items["a"][0].prompt_logprobs == [None, *(TokenLogprob(-float(token)) for token in range(6, 11))]
+        assert bench.output("a") == solo_output(bench.requests["a"])
+
+    def test_not_computed_again_after_a_preemption_in_the_output(self) -> None:
+        bench = Bench(num_blocks=6, block_size=2, budget=16, caching=False)
+        bench.add("old", 2, 8)
+        bench.add("a", [5, 6, 7, 8], 5, prompt_logprobs=0)
+        bench.run()
+        assert bench.core.stats()["preemptions_total"] >= 1
+        assert [item.prompt_logprobs is not None for item in bench.items["a"]] == [True, False, False, False, False]
+        ranges = [s for plan in bench.runner.plans for s in plan.scheduled if s.request.request_id == "a"]
+        assert [s.start for s in ranges].count(0) == 2, "it was computed twice"
         assert bench.output("a") == solo_output(bench.requests["a"])
 
 

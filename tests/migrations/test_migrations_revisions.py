@@ -14,7 +14,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import CheckConstraint, Connection, MetaData, Table, create_engine, inspect, select, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.engine import make_url
 from sqlalchemy.pool import NullPool
 
 from dev_servers.postgres import PostgresServer
@@ -260,7 +260,7 @@ def test_a_step_that_fails_leaves_nothing_half_made(url: str) -> None:
         Path(url.removeprefix("sqlite:///")).parent.mkdir()
     with connected(url) as connection:
         connection.execute(text("CREATE TABLE uploads (x INTEGER)"))
-    with pytest.raises(DBAPIError, match="uploads"):
+    with pytest.raises(runner.UnusableDatabase, match=r"uploads.*a database of its own"):
         runner.upgrade(url)
     assert tables(url) == {"uploads"}
 
@@ -309,6 +309,49 @@ def test_a_database_that_cannot_be_reached_is_told_with_a_next_step_and_no_passw
             assert "s3cret" not in told
             assert password not in told
             assert told.count("\n") == 1, "one line, no traceback"
+
+
+def refusal(url: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["upgrade", "--database-url", url]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1, "one line, no traceback"
+    return told
+
+
+def test_a_role_that_does_not_own_the_database_is_told_how_it_will(
+    postgres_server: PostgresServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, role = postgres_server.new_database(), f"r{uuid7().hex}"
+    with connected(made) as connection:
+        connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 's3cret'"))
+    told = refusal(make_url(made).set(username=role, password="s3cret").render_as_string(hide_password=False), capsys)
+    database = make_url(made).database
+    assert f"ALTER DATABASE {database} OWNER TO {role}" in told
+    with connected(made) as connection:
+        connection.execute(text(f"ALTER DATABASE {database} OWNER TO {role}"))
+    runner.upgrade(make_url(made).set(username=role, password="s3cret").render_as_string(hide_password=False))
+    postgres_server.drop_database(made)
+
+
+def test_files_that_cannot_be_the_database_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.db").write_text("no database " * 500)
+    assert "no SQLite database" in refusal(f"sqlite:///{tmp_path}/text.db", capsys)
+    (tmp_path / "folder.db").mkdir()
+    assert "that file" in refusal(f"sqlite:///{tmp_path}/folder.db", capsys)
+    assert "text.db" in refusal(f"sqlite:///{tmp_path}/text.db/below/graftwork.db", capsys)
+    runner.upgrade(f"sqlite:///{tmp_path}/good.db")
+    assert main(["downgrade", "--database-url", f"sqlite:///{tmp_path}/good.db", "--revision", "0999"]) == 2
+    assert "0999" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_with_a_next_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(connection: Connection) -> None:
+        connection.execute(text("PRAGMA max_page_count=8"))  # SQLite's answer is the same
+
+    monkeypatch.setattr(runner, "_refuse_newer", full)
+    assert "Make room" in refusal(f"sqlite:///{tmp_path}/graftwork.db", capsys)
 
 
 def test_other_databases_are_refused() -> None:

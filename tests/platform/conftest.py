@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
@@ -20,6 +21,7 @@ from starlette.testclient import TestClient
 from dev_servers.postgres import PostgresServer
 from graftwork_adapters.base_spec import BaseSpec
 from graftwork_adapters.keys import AdapterDigest, packed_key
+from graftwork_adapters.packed import PackedIndex, write_packed
 from graftwork_adapters.publish_job import PublishJob, PublishResult
 from graftwork_adapters.report import Report
 from graftwork_adapters.stores import open_store
@@ -56,7 +58,8 @@ class SteeredPublish:
             report.fail("digest", None, "the content is another one")
             return PublishResult(ok=False, report=report)
         key = packed_key(digest, job.spec.base_id, job.row_type)
-        job.out_path.write_bytes(b"packed " + digest.encode())
+        index = PackedIndex(key, digest, job.spec.base_id, job.row_type, (), ())
+        write_packed(job.out_path, index, np.empty(0, np.uint8))
         report.passed("tensors", "applied 2 of 2 tensors")
         files = tuple(sorted(p.relative_to(job.upload_dir).as_posix() for p in job.upload_dir.rglob("*") if p.is_file()))
         return PublishResult(ok=True, report=report, digest=digest, packed_key=key, files=files)

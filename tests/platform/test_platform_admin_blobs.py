@@ -75,6 +75,80 @@ def test_rebuilding_fails_clearly_when_the_upload_is_gone_or_another_one(admin: 
         admin.run(admin.services.publisher.ensure_packed, digest)
 
 
+def corrupt(admin: Any, key: str) -> None:
+    """Change a blob's last byte, where the store keeps it."""
+    broken, content = admin.services.settings.data_dir / "broken", admin.services.settings.data_dir / "content"
+    admin.services.store.fetch(key, content)
+    broken.write_bytes(content.read_bytes()[:-1] + b"\xff")
+    admin.services.store.delete(key)
+    admin.services.store.put_if_absent(key, broken)
+    for path in (broken, content):
+        path.unlink()
+
+
+def is_intact(admin: Any, digest: AdapterDigest) -> bool:
+    return bool(admin.run(admin.services.publisher._blobs.has_intact_packed, digest))
+
+
+def test_a_corrupt_packed_form_is_replaced_once_for_all_who_wait_and_an_intact_one_is_left(
+    admin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = AdapterDigest(admin.push(admin.tenant(), b"one")["version"]["digest"])
+    corrupt(admin, packed_path(packed_key(digest, "b" * 64, "bfloat16")))
+    before = len(admin.publish.jobs)
+
+    async def many() -> None:
+        await asyncio.gather(*(admin.services.publisher.ensure_packed(digest, replace=True) for _ in range(8)))
+
+    admin.run(many)
+    assert is_intact(admin, digest)
+    assert len(admin.publish.jobs) == before + 1
+    deleted: list[str] = []
+    monkeypatch.setattr(FolderStore, "delete", lambda _store, key: deleted.append(key))
+    admin.run(many)
+    assert (len(admin.publish.jobs), deleted) == (before + 1, [])
+
+
+def test_the_same_bytes_again_heal_a_corrupt_packed_form(admin: Any) -> None:
+    tenant = admin.tenant()
+    digest = AdapterDigest(admin.push(tenant, b"one")["version"]["digest"])
+    corrupt(admin, packed_path(packed_key(digest, "b" * 64, "bfloat16")))
+    assert admin.push(tenant, b"one")["version"]["version"] == "v1"
+    assert is_intact(admin, digest)
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
+def test_what_the_digest_does_not_cover_in_a_stored_upload_is_not_fetched(admin: Any) -> None:
+    """Earlier versions stored every file of everyone who sent this digest."""
+    digest = AdapterDigest(admin.push(admin.tenant(), b"one", **{"tokenizer.json": b"{}"})["version"]["digest"])
+    note = admin.services.settings.data_dir / "note"
+    note.write_bytes(b"x")
+    for number in range(70):
+        admin.services.store.put_if_absent(f"{upload_prefix(digest)}note{number}.txt", note)
+    admin.services.store.put_if_absent(f"{upload_prefix(digest)}folder/README.md", note)
+    folder = admin.services.settings.data_dir / "fetched"
+    admin.run(admin.services.publisher._blobs.fetch_upload, digest, folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def test_packed_forms_of_every_row_type_go_with_their_digest(start_admin: StartAdmin) -> None:
+    clock = [1_700_000_000.0]
+    with start_admin(now=lambda: clock[0], row_type="float32") as admin:
+        digest = AdapterDigest(admin.push(admin.tenant(), b"one")["version"]["digest"])
+    with start_admin(now=lambda: clock[0]) as admin:
+        admin.run(admin.services.publisher.ensure_packed, digest)
+        store = admin.services.store
+        assert len(list(store.list_keys("packed/"))) == 2
+        admin.call("DELETE", "/tenants/acme/adapters/support")
+        clock[0] += 2 * admin.services.settings.request_timeout + 1
+        admin.run(admin.services.publisher.sweep)
+        assert (list(store.list_keys("packed/")), list(store.list_keys("uploads/"))) == ([], [])
+
+
 def test_a_waiter_that_gives_up_does_not_stop_the_rebuild(admin: Any) -> None:
     digest = AdapterDigest(admin.push(admin.tenant(), b"one")["version"]["digest"])
     packed = packed_path(packed_key(digest, "b" * 64, "bfloat16"))

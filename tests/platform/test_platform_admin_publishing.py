@@ -12,6 +12,8 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from graftwork_adapters.keys import AdapterDigest, packed_key, packed_path, upload_prefix
+from graftwork_platform import cli
+from graftwork_platform.admin.schemas import VersionOut
 from graftwork_platform.ids import parse
 from graftwork_platform.settings import PublishLimits, UploadLimits
 
@@ -320,3 +322,20 @@ def test_a_client_that_hangs_up_in_a_part_leaves_nothing_behind(admin: Any) -> N
         admin.run(put, tenant_id, upload_id, "adapter_model.safetensors", 1, body())
     assert [*admin.services.settings.uploads_dir.iterdir(), *incoming(admin)] == []
     assert len(admin.call("GET", f"/tenants/{tenant}/uploads/{upload['id']}").json()["parts"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "says"),
+    [
+        ("v3", "ready", "n0@v3 is ready."),
+        ("v3", "deleting", "n0@v3 was published, and is deleting: its adapter was deleted."),
+        (None, "failed", "n0 was refused"),
+    ],
+)
+def test_the_verdict_that_people_read_is_the_versions_state(
+    number: str | None, state: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli._show_verdict("n0", VersionOut(id="av_1", created=1, version=number, digest=None, state=state, report=[]), False)
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert ("is ready" in printed) == (state == "ready")

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graftwork_adapters.base_spec import load_base_spec
-from graftwork_adapters.errors import AdapterTooLarge
-from graftwork_adapters.keys import AdapterDigest, packed_key, packed_path
+from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt
+from graftwork_adapters.keys import AdapterDigest, packed_key, packed_path, upload_prefix
 from graftwork_adapters.packed import read_packed
 from graftwork_adapters.publish_job import ServingMemory
 from graftwork_adapters.publisher import run_publish
@@ -85,6 +85,43 @@ def test_a_real_adapter_is_published_and_its_packed_form_rebuilt(real: Any, real
     real.run(real.services.publisher.ensure_packed, AdapterDigest(version["digest"]))
     store.fetch(packed_path(key), tmp_path / "second")
     assert (tmp_path / "second").read_bytes() == (tmp_path / "first").read_bytes()
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
+def test_extra_files_and_another_config_of_one_tenant_do_not_harm_anothers_adapter(
+    start_admin: StartAdmin, real_base: Path, real_adapter: dict[str, bytes], tmp_path: Path
+) -> None:
+    spec = load_base_spec(real_base, tmp_path / "base-id")
+    elsewhere = json.loads(real_adapter["adapter_config.json"]) | {"base_model_name_or_path": "somewhere/else"}
+    other = {**real_adapter, "adapter_config.json": json.dumps(elsewhere).encode()}
+    with start_admin(steer=run_publish, spec=spec, model_dir=real_base) as real:
+        notes = {f"note{number}.txt": b"x" for number in range(40)}
+        digest = AdapterDigest(push(real, real.tenant("first"), other | notes)["digest"])
+    with start_admin(steer=run_publish, spec=spec, model_dir=real_base, publish=PublishLimits(require_base_name=True)) as real:
+        named = json.loads(real_adapter["adapter_config.json"]) | {"base_model_name_or_path": spec.name}
+        mine = {**real_adapter, "adapter_config.json": json.dumps(named).encode()}
+        more = {f"more{number}.md": b"x" for number in range(40)}
+        assert push(real, real.tenant("second"), mine | more)["digest"] == digest
+        store, packed = real.services.store, packed_path(packed_key(digest, spec.base_id, "bfloat16"))
+        assert {key.rpartition("/")[2] for key in store.list_keys(upload_prefix(digest))} == set(real_adapter)
+        store.delete(packed)
+        real.run(real.services.publisher.ensure_packed, digest)
+        assert store.exists(packed)
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
+def test_a_corrupt_upload_behind_a_corrupt_packed_form_is_what_the_error_names(real: Any, real_adapter: dict[str, bytes]) -> None:
+    digest = AdapterDigest(push(real, real.tenant(), real_adapter)["digest"])
+    store, broken = real.services.store, real.services.settings.data_dir / "broken"
+    broken.write_bytes(b"\xff" * 64)
+    for key in (
+        upload_prefix(digest) + "adapter_model.safetensors",
+        packed_path(packed_key(digest, real.services.spec.base_id, "bfloat16")),
+    ):
+        store.delete(key)
+        store.put_if_absent(key, broken)
+    with pytest.raises(BlobCorrupt, match=r"the stored upload .* cannot be packed"):
+        real.run(lambda: real.services.publisher.ensure_packed(digest, replace=True))
 
 
 def test_damage_is_refused_with_a_finding_and_the_server_goes_on(real: Any, real_adapter: dict[str, bytes], tmp_path: Path) -> None:

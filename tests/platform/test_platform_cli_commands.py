@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,8 @@ from graftwork_adapters.report import Report
 from graftwork_platform.admin.client import AdminClient, CallFailed
 from graftwork_platform.cli import app, main
 from graftwork_platform.doctor import examine_data
-from graftwork_platform.serve.data_dir import locked
+from graftwork_platform.secrets import load_or_create
+from graftwork_platform.serve.data_dir import holder, locked
 from graftwork_platform.settings import ClientSettings, Settings, client_settings
 
 StartAdmin = Callable[..., AbstractContextManager[Any]]
@@ -266,6 +269,72 @@ def test_doctor_says_what_is_wrong_and_what_to_do(online: Any) -> None:
     wrong_key = online.json("doctor", code=1, GRAFTWORK_ADMIN_KEY="gw-a-b")
     assert wrong_key["checks"][-1]["check"] == "admin key"
     assert all(c["fix"] for c in [*found["checks"], *wrong_key["checks"]] if c["result"] != "pass")
+
+
+def test_doctor_finds_the_second_server_on_a_shared_database_healthy(online: Any, s3_server: Any, tmp_path: Path) -> None:
+    """PostgreSQL, S3, secrets in a folder of their own, and no admin.key: that is with the first server."""
+    from graftwork_migrations import runner
+
+    data_dir, secrets = tmp_path / "second", tmp_path / "secrets"
+    data_dir.mkdir()
+    load_or_create(secrets)
+    flags = ("--data-dir", str(data_dir), "--secrets-dir", str(secrets))
+    store = ("--object-store", f"s3://{s3_server.bucket}/doctor", "--s3-endpoint", s3_server.endpoint)
+    database = online.admin.services.settings.database
+    runner.upgrade(database)
+    found = online.json("doctor", *flags, *store, "--database-url", database)
+    assert {check["result"] for check in found["checks"]} == {"pass"}
+    (seen,) = [check["field"] for check in found["checks"] if check["check"] == "object store"]
+    assert seen.startswith("s3://")
+    given = {"GRAFTWORK_PEPPER": "ab" * 32, "GRAFTWORK_CACHE_SALT": "cd" * 32, "GRAFTWORK_DATABASE_URL": database}
+    found = online.json("doctor", "--data-dir", str(data_dir), *store, **given)
+    assert {check["result"] for check in found["checks"]} == {"pass"}
+    wrong = online.json("doctor", "--data-dir", str(data_dir), *store, code=1, **{**given, "GRAFTWORK_PEPPER": "abc"})
+    assert [(c["check"], c["field"]) for c in wrong["checks"] if c["result"] == "fail"] == [("secrets", "GRAFTWORK_PEPPER")]
+    useless = online.json("doctor", "--data-dir", str(data_dir), "--s3-region", "x", code=1)
+    assert "--object-store s3://" in useless["error"]["message"]
+    assert list(data_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_missing_admin_key_is_a_fault_of_the_first_server_alone(kind: str, tmp_path: Path) -> None:
+    url = "" if kind == "sqlite" else "postgresql://u:p@127.0.0.1:1/d"
+    settings = Settings(data_dir=tmp_path, model_dir=tmp_path, database_url=url)
+    results = []
+    for has_admin_key in (False, True):
+        examine_data(report := Report(), settings, has_admin_key=has_admin_key)
+        results += [f.result for f in report.findings if f.field == str(settings.admin_key_file)]
+    assert results == ["fail" if kind == "sqlite" else "warn", "pass"]
+
+
+def test_a_server_that_starts_while_doctor_looks_gets_the_lock(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, model_dir=tmp_path)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    settings.lock_file.write_text(f"{ended.pid}\n")
+
+    class Starting(Report):
+        def passed(self, check: str, message: str, where: str | None = None) -> None:
+            super().passed(check, message, where)
+            if check == "lock":
+                assert settings.lock_file.read_text() == f"{ended.pid}\n"
+                with locked(settings.lock_file):
+                    assert holder(settings.lock_file) == os.getpid()
+
+    examine_data(report := Starting(), settings)
+    assert [f.message for f in report.findings if f.check == "lock"] == ["no server is running on this data directory"]
+
+
+@pytest.mark.parametrize("store", ["folder", "file:///srv/objects", None])
+@pytest.mark.parametrize("flag", ["--s3-endpoint", "--s3-region", "--s3-ca-bundle", "--s3-path-style"])
+def test_s3_settings_without_an_s3_store_are_refused_and_not_ignored(store: str | None, flag: str, tmp_path: Path) -> None:
+    value = () if flag == "--s3-path-style" else ("http://127.0.0.1:1",)
+    named = () if store is None else ("--object-store", store)
+    arguments = ["serve", "--model", str(tmp_path), "--data-dir", str(tmp_path / "data"), *named, flag, *value, "--json"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["error"]["message"] == "S3 settings are of use with --object-store s3://BUCKET/PREFIX only"
+    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)

@@ -16,6 +16,7 @@ from graftwork_platform.db import Database
 from graftwork_platform.db_url import UnsupportedDatabase, check_url, sqlite_path
 from graftwork_platform.ids import uuid7
 from graftwork_platform.models import Tenant
+from graftwork_platform.serve.command import CannotServe, _migrate
 from graftwork_platform.settings import Settings
 
 
@@ -51,6 +52,14 @@ def test_a_question_mark_that_is_not_escaped_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedDatabase, match="%3F"):
         upgrade(f"sqlite:///{tmp_path}/a?b/graftwork.db")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_no_database_keeps_the_server_from_starting_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "graftwork.db").write_text("no database " * 500)
+    with pytest.raises(CannotServe, match="no SQLite database") as refused:
+        _migrate(f"sqlite:///{tmp_path}/graftwork.db")
+    assert "\n" not in str(refused.value)
+    assert "Traceback" not in str(refused.value)
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o777])

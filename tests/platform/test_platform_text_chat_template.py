@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import models, processors
 from transformers import PreTrainedTokenizerFast
 
-from graftwork_platform.errors import BadRequest
+from graftwork_platform.errors import BadRequest, ServiceUnavailable
 from graftwork_platform.text.chat_template import ChatTemplate, Message
 from graftwork_platform.text.template_sandbox import TemplateSandbox
 from graftwork_platform.text.tokenizer import Tokenizer, TokenizerError
@@ -161,6 +161,29 @@ def test_the_event_loop_goes_on_while_a_template_runs(sandbox: TemplateSandbox) 
         return longest
 
     assert asyncio.run(main()) < 0.2
+
+
+def test_a_queue_that_is_full_takes_no_more() -> None:
+    sandbox = TemplateSandbox(cpu_seconds=0.2, max_renders=3)
+    slow = ChatTemplate("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", {}, sandbox)
+    quick = ChatTemplate("{{ messages[0].content }}", {}, sandbox)
+
+    async def main() -> None:
+        waiting = [asyncio.create_task(template.render(CHATS[0])) for template in (slow, quick, quick)]
+        await asyncio.sleep(0)
+        with pytest.raises(ServiceUnavailable) as caught:
+            await quick.render(CHATS[0])
+        assert (caught.value.status, caught.value.code) == (503, "templates_busy")
+        assert int(caught.value.headers["retry-after"]) > 0
+        waiting[1].cancel()
+        refused, cancelled, answered = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(refused, BadRequest)
+        assert isinstance(cancelled, asyncio.CancelledError)
+        assert answered == "Hello"
+        assert await asyncio.gather(*(quick.render(CHATS[0]) for _ in range(3))) == ["Hello"] * 3
+
+    asyncio.run(main())
+    sandbox.close()
 
 
 def test_a_process_that_was_killed_costs_nobody_his_prompt() -> None:

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -132,6 +133,16 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        """Start, on another port if the chosen one has been taken since: a free one is only free at the moment of asking."""
+        try:
+            self._start()
+        except AssertionError:
+            if "cannot listen on" not in self.log.read_text():
+                raise
+            self.port = free_port()
+            self._start()
+
+    def _start(self) -> None:
         command = [
             *(sys.executable, "-m", "graftwork_platform.cli", "serve", "--model", str(self.model)),
             *("--data-dir", str(self.data_dir), "--port", str(self.port), "--kv-memory", str(64 << 20)),
@@ -139,6 +150,8 @@ class Server:
         ]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (min(1024, hard), hard))  # what users have, not test runners
         self.wait_ready()
 
     def wait_ready(self) -> None:
@@ -276,10 +289,31 @@ class SharedBackend:
 
 
 @pytest.fixture(scope="session")
+def started_servers() -> list[Server]:
+    """All servers of this run."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def stopped_before_backends(postgres_server: Any, s3_server: Any, started_servers: list[Server]) -> Iterator[None]:
+    """Made after the servers that others stand on, and so ended before them."""
+    yield
+    stop_all(started_servers)
+
+
+def stop_all(servers: list[Server]) -> None:
+    """Stop those that run, all at the same time."""
+    running = [server for server in servers if server.process is not None]
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(running))) as pool:
+        list(pool.map(Server.stop, running))
+
+
+@pytest.fixture(scope="session")
 def new_shared_backend(request: pytest.FixtureRequest) -> Callable[[], SharedBackend]:
     """A fresh database on PostgreSQL and an empty store on S3; the servers behind them are started at the first use."""
 
     def make() -> SharedBackend:
+        request.getfixturevalue("stopped_before_backends")
         postgres, s3 = request.getfixturevalue("postgres_server"), request.getfixturevalue("s3_server")
         return SharedBackend(postgres.new_database(), StoreConfig(f"s3://{s3.bucket}/{uuid4().hex}", s3_endpoint=s3.endpoint))
 
@@ -288,10 +322,12 @@ def new_shared_backend(request: pytest.FixtureRequest) -> Callable[[], SharedBac
 
 @pytest.fixture(scope="session")
 def start_server(
-    tiny_base: Path, tmp_path_factory: pytest.TempPathFactory, new_shared_backend: Callable[[], SharedBackend]
+    tiny_base: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    new_shared_backend: Callable[[], SharedBackend],
+    started_servers: list[Server],
 ) -> Iterator[Callable[..., Server]]:
     """``start_server(*arguments, on=…)``: ``on`` is a backend's name, or a `SharedBackend` that another server has too."""
-    started: list[Server] = []
 
     def start(
         *arguments: str, data_dir: Path | None = None, model: Path | None = None, on: str | SharedBackend = "local"
@@ -302,14 +338,12 @@ def start_server(
         if isinstance(backend, SharedBackend):
             server.arguments += backend.arguments
             server.store_config = backend.store
-        started.append(server)
+        started_servers.append(server)
         server.start()
         return server
 
     yield start
-    running = [server for server in started if server.process is not None]
-    with concurrent.futures.ThreadPoolExecutor(max(1, len(running))) as pool:
-        list(pool.map(Server.stop, running))
+    stop_all(started_servers)
 
 
 def reference_tokens(base: Path, adapter: Path | None, prompt: list[int], count: int) -> list[int]:

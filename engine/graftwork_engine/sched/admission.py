@@ -5,7 +5,7 @@ The API process has checked the same and told its client in its own words; this 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from graftwork_engine.errors import ErrorCode, RequestRejected
 from graftwork_engine.messages import Sampling
@@ -27,7 +27,8 @@ def check_request(request: Request, vocab_size: int, max_model_len: int, max_req
         raise RequestRejected(ErrorCode.BAD_REQUEST, "the prompt is empty: send at least one token")
     if sampling.max_tokens < 0:
         raise RequestRejected(ErrorCode.BAD_REQUEST, f"max_tokens is {sampling.max_tokens}: it must not be negative")
-    _check_ids("", (*request.prompt_ids, *request.output_ids), vocab_size)
+    _check_ids("", request.prompt_ids, vocab_size)
+    _check_ids("", request.output_ids, vocab_size)
     _check_sampling(sampling, vocab_size)
     asked = num_prompt + max(sampling.max_tokens, request.num_output_tokens)
     if asked > max_request_tokens:
@@ -68,7 +69,8 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
         _check_ids("stop_token_ids: ", sampling.stop_token_ids, vocab_size)
 
 
-def _check_ids(prefix: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
+def _check_ids(prefix: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Looks at the extremes only: prompts are long, and the engine's loop stands still meanwhile."""
+    for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
         if not 0 <= token_id < vocab_size:
             raise RequestRejected(ErrorCode.BAD_REQUEST, f"{prefix}token id {token_id} is not in 0..{vocab_size - 1}")

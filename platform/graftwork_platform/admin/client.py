@@ -70,6 +70,7 @@ class AdminClient:
             raise CallFailed("The admin key holds characters that no key has.", code="invalid_api_key", next_step=_KEY_STEP)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self.url = settings.url
+        self.has_key = bool(key)
         self._sleep = sleep
         try:
             self._http = httpx2.Client(base_url=settings.url, headers=headers, timeout=_TIMEOUT, transport=transport)

@@ -111,8 +111,7 @@ def _tenants(services: Services, guarded: type[APIRoute]) -> APIRouter:
 
     @router.delete("/tenants/{tenant}")
     async def delete(owner: Tenant = Depends(tenant_of)) -> Deleted:
-        await services.tenants.delete(owner.id)  # first, so that no key can be made behind the revocation
-        await services.keys.revoke_all(owner.id)
+        await services.tenants.delete(owner.id)
         return Deleted(id=show("tn", owner.id), object="tenant.deleted")
 
     return router

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 from uuid import UUID
 
@@ -32,7 +32,12 @@ from graftwork_platform.text.chat_template import Message
 from graftwork_platform.text.model_text import ModelText
 
 _LONG_TEXT = 8192
-"""Characters from which on tokens are left to a thread, so that other clients' streams go on meanwhile."""
+"""Characters from which on encoding is left to a thread. Other clients' streams go on meanwhile, because for so long a text the
+tokenizer does not hold the interpreter's lock; a thread alone would not do it."""
+_COUNTED_CONTEXTS = 8
+"""How many times the context a text may be whose tokens are only counted."""
+MAX_LOGPROB_ENTRIES = 4 << 20
+"""Log-probabilities that one answer may hold: some 300 MB of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +52,11 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt's tokens, and how its outputs are drawn."""
+    """One prompt's tokens, and how its outputs are drawn. ``text``: what the tokens were made of, where it may be repeated."""
 
     ids: list[int]
     sampling: Sampling
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +145,32 @@ class Admission:
                 self._check_size(len(prompt), limit, "prompt")
                 prompts.append(prompt)
         output = _Output("prompt", request.max_tokens, DEFAULT_COMPLETION_TOKENS, request.logprobs, request.echo)
-        return self._finish(request, origin, model, prompts, output)
+        admitted = self._finish(request, origin, model, prompts, output)
+        if not request.echo:
+            return admitted
+        pairs = zip(admitted.prompts, request.prompts, strict=True)
+        texts = tuple(replace(prompt, text=sent) if isinstance(sent, str) else prompt for prompt, sent in pairs)
+        return replace(admitted, prompts=texts)
 
     async def tokenize(self, request: TokenizeRequest, origin: Origin) -> list[int]:
-        """The tokens that a completion's prompt, or a chat's messages, would be. Raises as `admit_chat` does."""
+        """The tokens that a completion's prompt, or a chat's messages, would be. Raises as `admit_chat` does.
+
+        A prompt may be some times longer than the context; messages may not, since one process renders everybody's.
+        """
         await self._resolve(request.model, origin)
+        limit = self._limit()
         if request.messages is not None:
             add, generation = request.add_special_tokens or False, request.add_generation_prompt
-            return await self._chat_ids(request.messages, None, add_special_tokens=add, add_generation_prompt=generation)
-        add = request.add_special_tokens is not False
-        return await self._encode(request.prompt or "", "prompt", None, add_special_tokens=add)
+            return await self._chat_ids(request.messages, limit, add_special_tokens=add, add_generation_prompt=generation)
+        add, prompt = request.add_special_tokens is not False, request.prompt or ""
+        ids = await self._encode(prompt, "prompt", limit, add_special_tokens=add, contexts=_COUNTED_CONTEXTS)
+        self._check_size(len(ids), limit, "prompt", _COUNTED_CONTEXTS)
+        return ids
 
     async def detokenize(self, request: DetokenizeRequest, origin: Origin) -> str:
         """The text of tokens, special ones shown. Raises as `admit_chat` does."""
         await self._resolve(request.model, origin)
+        self._check_size(len(request.tokens), self._limit(), "tokens", _COUNTED_CONTEXTS)
         self._check_ids(request.tokens, "tokens")
         return await asyncio.to_thread(self._text.tokenizer.decode, request.tokens, skip_special_tokens=False)
 
@@ -163,7 +181,7 @@ class Admission:
     async def _chat_ids(
         self,
         messages: list[Message],
-        limit: int | None,
+        limit: int,
         *,
         add_special_tokens: bool = False,
         add_generation_prompt: bool = True,
@@ -185,22 +203,23 @@ class Admission:
             raise ServiceUnavailable("The model is still starting.", code="engine_unavailable", retry_after=2)
         return min(info.max_model_len, info.max_prompt_and_output)
 
-    def _check_size(self, min_tokens: int, limit: int | None, param: str) -> None:
+    def _check_size(self, min_tokens: int, limit: int, param: str, contexts: int = 1) -> None:
         """Refuse what is too long however it is cut into tokens, before the work of cutting it."""
-        if limit is not None and min_tokens > limit:
+        if min_tokens > limit * contexts:
+            times = "" if contexts == 1 else f" and at most {contexts} times as many are taken here"
             raise BadRequest(
-                f"This model's maximum context length is {limit} tokens, but the {param} alone make at least {min_tokens}. "
+                f"This model's maximum context length is {limit} tokens{times}, but the {param} alone make at least {min_tokens}. "
                 "Shorten them.",
                 param=param,
                 code=ErrorCode.CONTEXT_LENGTH,
             )
 
     async def _encode(
-        self, text: str, param: str, limit: int | None, *, add_special_tokens: bool, is_long: bool = False
+        self, text: str, param: str, limit: int, *, add_special_tokens: bool, is_long: bool = False, contexts: int = 1
     ) -> list[int]:
         encode = self._text.tokenizer.encode
         try:
-            self._check_size(self._text.tokenizer.min_tokens(len(text.encode())), limit, param)
+            self._check_size(self._text.tokenizer.min_tokens(len(text.encode())), limit, param, contexts)
             if len(text) < _LONG_TEXT and not is_long:
                 return encode(text, add_special_tokens=add_special_tokens)
             return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
@@ -220,7 +239,7 @@ class Admission:
         eos = () if request.ignore_eos else self._text.eos_token_ids
         sampling = Sampling(
             max_tokens=0,  # its prompt decides
-            seed=self._new_seed() if request.seed is None else request.seed % (1 << 64),
+            seed=0,  # of its own for each prompt
             temperature=request.temperature,
             top_k=min(max(request.top_k, 0), self._text.vocab_size),
             top_p=request.top_p,
@@ -236,8 +255,13 @@ class Admission:
         )
         key = None if model.digest is None else packed_key(model.digest, info.base_id, self._row_type)
         stop = StopRule(request.stop, request.include_stop_str_in_output, request.min_tokens)
-        admitted = tuple(_admit_prompt(prompt_ids, sampling, output, limit) for prompt_ids in prompts)
+        admitted = tuple(_admit_prompt(prompt_ids, self._seeded(sampling, request.seed), output, limit) for prompt_ids in prompts)
+        _check_entries(admitted, request.n, output)
         return Admitted(origin, model, admitted, key, request.n, stop, output.echo)
+
+    def _seeded(self, sampling: Sampling, seed: int | None) -> Sampling:
+        """With the seed that was given, or else one of its own, so that equal prompts of one request have different outputs."""
+        return msgspec.structs.replace(sampling, seed=self._new_seed() if seed is None else seed % (1 << 64))
 
     def _check_ids(self, ids: Collection[int], param: str) -> None:
         if ids and max(ids) >= self._text.vocab_size:
@@ -262,6 +286,21 @@ def _admit_prompt(prompt_ids: list[int], sampling: Sampling, output: _Output, li
             f"`min_tokens` ({sampling.min_tokens}) is more than the {max_tokens} tokens there may be.", param="min_tokens"
         )
     return Prompt(prompt_ids, msgspec.structs.replace(sampling, max_tokens=max_tokens))
+
+
+def _check_entries(prompts: Sequence[Prompt], n: int, output: _Output) -> None:
+    """Refuse what would be an answer of gigabytes."""
+    if output.logprobs is None:
+        return
+    num_tokens = sum(prompt.sampling.max_tokens + (len(prompt.ids) if output.echo else 0) for prompt in prompts)
+    entries = num_tokens * n * (output.logprobs + 1)
+    if entries > MAX_LOGPROB_ENTRIES:
+        most, of_all = ("top_logprobs", "") if output.param == "messages" else ("logprobs", " for all prompts together")
+        raise BadRequest(
+            f"The answer could hold {entries} log-probabilities, and may hold {MAX_LOGPROB_ENTRIES}: `n` times (`{most}` + 1) "
+            f"times `max_tokens` (and the prompt's, with `echo`){of_all}. Lower one of them.",
+            param=most,
+        )
 
 
 def _max_tokens(prompt: int, output: _Output, limit: int) -> int:

@@ -20,10 +20,7 @@ class Choices:
         self._n = admitted.n
         self._indices = {admitted.engine_id(index): index for index in range(admitted.num_choices)}
         self._prompt_logprobs: dict[int, list[TokenLogprob | None] | None] = {}
-        self._outputs = [
-            OutputText(tokenizer, admitted.stop, echo=admitted.prompt_of(index).ids if admitted.echo else None, index=index)
-            for index in range(admitted.num_choices)
-        ]
+        self._outputs = [_output(admitted, tokenizer, index) for index in range(admitted.num_choices)]
 
     def leaders(self) -> range:
         """The choices that start at once."""
@@ -47,3 +44,10 @@ class Choices:
         else:
             item = msgspec.structs.replace(item, prompt_logprobs=self._prompt_logprobs.get(leader))
         return self._outputs[index].take(item)
+
+
+def _output(admitted: Admitted, tokenizer: Tokenizer, index: int) -> OutputText:
+    if not admitted.echo:
+        return OutputText(tokenizer, admitted.stop, index=index)
+    prompt = admitted.prompt_of(index)
+    return OutputText(tokenizer, admitted.stop, echo=prompt.ids, echo_text=prompt.text, index=index)

@@ -37,13 +37,6 @@ def as_platform_error(failure: GenerationFailure, model: str) -> PlatformError:
     return PlatformError("The server had an error while processing your request.", status=500, code=ErrorCode.INTERNAL)
 
 
-def never_ran(failure: BaseException) -> bool:
-    """True if the engine computed nothing for the request, whose prompt is then not counted."""
-    if isinstance(failure, RequestFailed):
-        return failure.code in _ADAPTER_CODES
-    return isinstance(failure, (RequestRejected, EngineUnavailable, AdapterError))
-
-
 def _failed(failure: RequestFailed, model: str) -> PlatformError:
     if failure.code in _ADAPTER_CODES:
         return _adapter_unavailable(model, str(failure), failure.code)

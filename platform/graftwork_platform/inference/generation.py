@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from graftwork_adapters.errors import AdapterError
@@ -20,7 +20,7 @@ from graftwork_platform.ids import show
 from graftwork_platform.inference.admission import Admitted
 from graftwork_platform.inference.choices import Choices
 from graftwork_platform.inference.engine import Engine
-from graftwork_platform.inference.failures import as_platform_error, never_ran
+from graftwork_platform.inference.failures import as_platform_error
 from graftwork_platform.inference.output import Delta
 from graftwork_platform.inference.watchdog import Watchdog
 from graftwork_platform.models import UsageStatus
@@ -29,6 +29,7 @@ from graftwork_platform.usage import UsageNotRecorded, UsageRow
 
 _log = logging.getLogger(__name__)
 
+_REBUILT = (ErrorCode.ADAPTER_MISSING, ErrorCode.ADAPTER_CORRUPT)
 _LEDGER_RETRY_AFTER = 2  # seconds; a full disk is repaired by somebody, a slow one by itself
 
 
@@ -56,7 +57,7 @@ class Ledger(Protocol):
 class Tally:
     """What a request has used so far, all its choices together."""
 
-    prompt_tokens: int
+    prompt_tokens: int = 0  # of the prompts that were computed, which the first item of a choice of theirs tells
     output_tokens: int = 0
     status: UsageStatus = UsageStatus.ABORTED  # until it ends in another way, it ends by its client's leaving
     cached: dict[int, int] = field(default_factory=dict)  # of each prompt
@@ -75,14 +76,22 @@ class Tally:
         return self.cached[prompt]
 
 
+class EnsurePacked(Protocol):
+    """Sees to an adapter's packed form: built if it is not there, or, to ``replace`` it, if its bytes are wrong."""
+
+    async def __call__(self, digest: AdapterDigest, *, replace: bool = False) -> None:
+        """Raises `AdapterError`."""
+        ...
+
+
 class Generator:
-    """Runs requests on an engine. ``ensure_packed`` rebuilds an adapter's packed form; it raises `AdapterError`."""
+    """Runs requests on an engine."""
 
     def __init__(
         self,
         engine: Engine,
         ledger: Ledger,
-        ensure_packed: Callable[[AdapterDigest], Awaitable[None]],
+        ensure_packed: EnsurePacked,
         tokenizer: Tokenizer,
         *,
         timeout: float,
@@ -120,12 +129,11 @@ class Generator:
                             recorded = True
                             await self._close(entry, admitted, tally)
                         yield delta
-            if not recorded:
-                raise EngineUnavailable("its output ended without a finish")
+                        if recorded:
+                            return  # asking for more might find the deadline passed
+            raise EngineUnavailable("its output ended without a finish")
         except (GraftworkEngineError, AdapterError, TimeoutError) as failure:
             tally.status = UsageStatus.FAILED
-            if tally.output_tokens == 0 and never_ran(failure):
-                tally.prompt_tokens = 0
             error = as_platform_error(failure, admitted.model.public_name)
             if error.status >= 500:
                 _log.warning("%s failed: %s", show("req", admitted.origin.request_id), failure)
@@ -139,7 +147,7 @@ class Generator:
                     await entry.close(self._final_row(admitted, tally))
 
     async def _deltas(self, admitted: Admitted, tally: Tally, entry: Entry) -> AsyncGenerator[Delta, None]:
-        """The output. A missing packed form is rebuilt once, as long as nothing has been sent."""
+        """The output. A missing or corrupt packed form is rebuilt once, as long as nothing has been sent."""
         started = False
         try:
             async with aclosing(self._attempt(admitted, tally, entry)) as deltas:
@@ -148,9 +156,10 @@ class Generator:
                     yield delta
             return
         except RequestFailed as failure:
-            if started or failure.code != ErrorCode.ADAPTER_MISSING or admitted.model.digest is None:
+            if started or failure.code not in _REBUILT or admitted.model.digest is None:
                 raise
-        await self._ensure_packed(admitted.model.digest)
+            is_corrupt = failure.code == ErrorCode.ADAPTER_CORRUPT
+        await self._ensure_packed(admitted.model.digest, replace=is_corrupt)
         async with aclosing(self._attempt(admitted, tally, entry)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -171,6 +180,8 @@ class Generator:
                 delta = await asyncio.to_thread(choices.take, item) if is_long else choices.take(item)
                 num_tokens = choices.num_tokens(delta.index)
                 tally.output_tokens += len(delta.token_ids)
+                if delta.is_first and delta.index % admitted.n == 0:
+                    tally.prompt_tokens += len(admitted.prompt_of(delta.index).ids)
                 entry.count(item.request_id, num_tokens, tally.note_cached(admitted, delta.index, item.cached_tokens))
                 if delta.finish is not None and item.finish is None:
                     await streams.stop(item.request_id, num_tokens)
@@ -188,20 +199,22 @@ class Generator:
             cache_salt=caller.cache_salt,
             flow=show("tn", caller.tenant_id),
             adapter_key=admitted.adapter_key,
-            timeout_s=self._time_left(admitted),
+            timeout_s=self.time_left(admitted),
         )
 
     def _watchdog(self, admitted: Admitted) -> Watchdog:
         """The engine keeps the deadline; this is for one that died and does not come back."""
-        return Watchdog(self._time_left(admitted) + self._grace)
+        return Watchdog(self.time_left(admitted) + self._grace)
 
-    def _time_left(self, admitted: Admitted) -> float:
+    def time_left(self, admitted: Admitted) -> float:
+        """Seconds until the request must have ended."""
         return max(0.0, admitted.origin.arrived + self._timeout - self._now())
 
     def _open(self, admitted: Admitted, tally: Tally) -> Entry:
         engine_ids = [admitted.engine_id(index) for index in range(admitted.num_choices)]
         try:
-            return self._ledger.open(_row(admitted, tally), engine_ids)
+            row = replace(_row(admitted, tally), prompt_tokens=admitted.num_prompt_tokens)
+            return self._ledger.open(row, engine_ids)
         except UsageNotRecorded as error:
             raise ServiceUnavailable(
                 "The server cannot account for requests at the moment.",

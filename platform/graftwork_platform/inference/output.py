@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from graftwork_engine.messages import OutItem, TokenLogprob
 from graftwork_engine.request import FinishReason
+from graftwork_platform.inference.echo import text_offsets
 from graftwork_platform.text.detokenizer import new_detokenizer
 from graftwork_platform.text.stop import StopMatcher
 from graftwork_platform.text.tokenizer import Tokenizer
@@ -62,13 +63,25 @@ class OutputText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: StopRule | None = None, *, echo: Sequence[int] | None = None, index: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: StopRule | None = None,
+        *,
+        echo: Sequence[int] | None = None,
+        echo_text: str | None = None,
+        index: int = 0,
     ) -> None:
-        """``echo``: the prompt's tokens, if the output is to begin with them."""
+        """``echo``: the prompt's tokens, if the output is to begin with them; ``echo_text``: what they were made of, if a text.
+
+        The prompt is repeated as its client sent it: as that text, special tokens that it spells included, or else as its tokens
+        read.
+        """
+        self._tokenizer = tokenizer
         self._detokenizer = new_detokenizer(tokenizer)
         self._rule = stop or StopRule()
         self._matcher = StopMatcher(self._rule.strings, include=self._rule.include)
         self._echo = echo
+        self._echo_text = echo_text
         self._index = index
         self._is_first = True
         self._length = 0  # characters so far, those that are held back or cut among them
@@ -114,9 +127,16 @@ class OutputText:
         offsets: list[int] = []
         for token_id in self._echo:
             offsets.append(self._length)
-            pieces.append(self._detokenizer.push(token_id))
+            pieces.append(self._detokenizer.push(token_id))  # the output's first token may read by its neighbours
             self._length += len(pieces[-1])
-        return "".join(pieces), None if item.prompt_logprobs is None else _tokens(self._echo, offsets, item.prompt_logprobs)
+        text, scores = "".join(pieces), item.prompt_logprobs
+        if self._echo_text is not None:
+            self._detokenizer.flush()  # a whole text ends with a whole character
+            text = self._echo_text
+            self._length = len(text)
+            if scores is not None:
+                offsets = text_offsets(self._tokenizer, self._echo, text)
+        return text, None if scores is None else _tokens(self._echo, offsets, scores)
 
 
 def join(deltas: Sequence[Delta]) -> Delta:

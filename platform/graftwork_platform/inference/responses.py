@@ -46,21 +46,22 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """One entry per token."""
+    """One `TokenLogprob` per token, each encoded by itself: all at once would hold the interpreter's lock for as long."""
 
-    content: list[TokenLogprob]
+    content: list[msgspec.Raw]
     refusal: None = None
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     """Four lists of one entry per token; ``text_offset`` counts characters from the start of the output.
 
+    ``top_logprobs`` holds texts with their log-probabilities, encoded by themselves as in `ChatLogprobs`.
     Nothing comes before the first token of a prompt that is repeated, so it has no log-probabilities.
     """
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[msgspec.Raw | None]
     text_offset: list[int]
 
 

@@ -26,6 +26,8 @@ from graftwork_platform.observability import client_request_id, request_id_of
 from graftwork_platform.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 8 << 20
+_LONG_OUTPUT = 1024
+"""Tokens from which on a whole answer, which may have 20 log-probabilities for each, is written in a thread."""
 _CLIENT_CLOSED_REQUEST = 499
 """nginx's number for a client that has gone; nobody reads it but the log and the metrics."""
 
@@ -99,16 +101,17 @@ def inference_router(inference: Inference) -> APIRouter:
 
 async def _respond(inference: Inference, request: Request, admitted: Admitted, wire: Wire, *, stream: bool) -> Response:
     if stream:
-        return EventStream(_frames(inference, admitted, wire), keep_alive=inference.keep_alive)
+        left = inference.generator.time_left(admitted)
+        return EventStream(_frames(inference, admitted, wire), keep_alive=inference.keep_alive, time_left=left)
     try:
-        return _json(await until_disconnect(request.receive, _whole(inference, admitted, wire)))
+        return _as_json(await until_disconnect(request.receive, _whole(inference, admitted, wire)))
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
 async def _frames(inference: Inference, admitted: Admitted, wire: Wire) -> AsyncGenerator[bytes, None]:
     """Frames of a stream, several of one delta at once. By the last delta's, usage is durable."""
-    tally = Tally(admitted.num_prompt_tokens)
+    tally = Tally()
     async with aclosing(inference.generator.run(admitted, tally)) as deltas:
         async for delta in deltas:
             is_long = admitted.echo and delta.is_first
@@ -121,14 +124,18 @@ def _encode(wire: Wire, delta: Delta) -> bytes:
     return b"".join(event(chunk) for chunk in wire.chunks(delta))
 
 
-async def _whole(inference: Inference, admitted: Admitted, wire: Wire) -> msgspec.Struct:
-    tally = Tally(admitted.num_prompt_tokens)
+async def _whole(inference: Inference, admitted: Admitted, wire: Wire) -> bytes:
+    tally = Tally()
     outputs: list[list[Delta]] = [[] for _ in range(admitted.num_choices)]
     async with aclosing(inference.generator.run(admitted, tally)) as deltas:
         async for delta in deltas:
             outputs[delta.index].append(delta)
-    joined = [join(output) for output in outputs]
-    return await asyncio.to_thread(wire.whole, joined, _usage(tally)) if admitted.echo else wire.whole(joined, _usage(tally))
+
+    def encoded() -> bytes:
+        return msgspec.json.encode(wire.whole([join(output) for output in outputs], _usage(tally)))
+
+    is_long = admitted.echo or tally.output_tokens >= _LONG_OUTPUT
+    return await asyncio.to_thread(encoded) if is_long else encoded()
 
 
 def _words(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -174,4 +181,8 @@ def _max_model_len(inference: Inference) -> int | None:
 
 
 def _json(payload: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(payload), media_type="application/json")
+    return _as_json(msgspec.json.encode(payload))
+
+
+def _as_json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

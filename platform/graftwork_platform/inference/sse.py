@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import TypeVar
@@ -19,6 +20,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
 
+PATIENCE_S = 30.0
+"""How long a client may read nothing of what waits for it before it is taken to have gone."""
+
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -32,19 +36,23 @@ def event(payload: msgspec.Struct | dict[str, dict[str, str | None]]) -> bytes:
     return b"data: " + _encoder.encode(payload) + b"\n\n"
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[None, None, T]) -> T:
+async def until_disconnect(
+    receive: Receive, work: Coroutine[None, None, T], stalled: Coroutine[None, None, None] | None = None
+) -> T:
     """The result of ``work``, which is cancelled (and waited for) as soon as the client goes; then raises `ClientGone`.
 
-    The request's body must have been read.
+    The client has gone if it disconnects, or if ``stalled`` returns. The request's body must have been read.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    task = asyncio.ensure_future(work)
+    gone = [asyncio.ensure_future(sign) for sign in (_disconnected(receive), stalled) if sign is not None]
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, *gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        gone.cancel()
+        for sign in gone:
+            sign.cancel()
         if not task.done():
             task.cancel()
             # Waiting is what makes the clean-up happen before the connection's own; its outcome has nobody to hear of it.
@@ -61,26 +69,37 @@ class EventStream(Response):
 
     Headers wait for the first frame, so a failure before it is an ordinary error answer. A later one becomes an error event, and
     the stream ends with ``[DONE]`` all the same: clients read both. After each ``keep_alive`` seconds of silence a comment is sent,
-    with the headers if it is the first thing, so that nobody on the way takes the stream for dead.
+    with the headers if it is the first thing, so that nobody on the way takes the stream for dead. A client that reads nothing for
+    ``patience`` seconds, or that a part still waits for after ``time_left``, has gone as if it had disconnected.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], *, keep_alive: float) -> None:
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        *,
+        keep_alive: float,
+        time_left: float = math.inf,
+        patience: float = PATIENCE_S,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._frames = frames
         self._keep_alive = keep_alive
+        self._time_left = time_left
+        self._patience = patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; returns early, with everything freed, when the client has gone."""
         try:
-            await until_disconnect(receive, self._send(scope, receive, send))
+            body = _Body(send, self.status_code, self.raw_headers)
+            stalled = body.stalled(self._patience, self._time_left)
+            await until_disconnect(receive, self._send(scope, receive, send, body), stalled)
         except ClientGone:
-            _log.info("the client left before the end of its stream")
+            _log.info("the client left, or stopped reading, before the end of its stream")
 
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = _Body(send, self.status_code, self.raw_headers)
+    async def _send(self, scope: Scope, receive: Receive, send: Send, body: _Body) -> None:
         failure: PlatformError | None = None
         beat = asyncio.create_task(body.keep_alive(self._keep_alive), name="keep a stream alive")
         try:
@@ -112,16 +131,33 @@ class _Body:
         self._start: Message = {"type": "http.response.start", "status": status, "headers": headers}
         self._turn = asyncio.Lock()
         self._last_sent = asyncio.get_running_loop().time()
+        self._sending_since: float | None = None
         self.has_begun = False
 
     async def write(self, part: bytes, *, more: bool = True) -> None:
         """Send the next part."""
         async with self._turn:
+            self._sending_since = asyncio.get_running_loop().time()
             if not self.has_begun:
                 self.has_begun = True
                 await self._send(self._start)
             await self._send({"type": "http.response.body", "body": part, "more_body": more})
+            self._sending_since = None
             self._last_sent = asyncio.get_running_loop().time()
+
+    async def stalled(self, patience: float, time_left: float) -> None:
+        """Returns when a part has waited for its reader ``patience`` seconds, or waits when ``time_left`` has passed.
+
+        It looks now and then, since a timer for each part would cost one for each token; it may be late by ``patience / 4``.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + time_left
+        while True:
+            now, since = loop.time(), self._sending_since
+            if since is not None and (now >= since + patience or now >= deadline):
+                return
+            pause = patience / 4
+            await asyncio.sleep(min(pause, deadline - now) if now < deadline else pause)
 
     async def keep_alive(self, interval: float) -> None:
         """Send a comment, which clients pass over, after each ``interval`` of silence; runs until cancelled."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType, json
 
 from graftwork_engine.request import FinishReason as EngineFinish
 from graftwork_platform.inference.output import Delta, Token
@@ -113,7 +113,7 @@ class ChatWire:
         return ChatChunk(heading.id, heading.created, heading.model, choices, shown, prompt_token_ids=prompt_ids)
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        return None if delta.tokens is None else ChatLogprobs([self._token(token) for token in delta.tokens])
+        return None if delta.tokens is None else ChatLogprobs([_raw(self._token(token)) for token in delta.tokens])
 
     def _token(self, token: Token) -> TokenLogprob:
         if token.logprob is None:
@@ -171,14 +171,18 @@ class CompletionWire:
             text_offset=[token.offset for token in tokens],
         )
 
-    def _top(self, token: Token) -> dict[str, float] | None:
+    def _top(self, token: Token) -> Raw | None:
         """OpenAI's rule: the drawn token is always among them, so there may be one more than was asked for."""
         if token.logprob is None:
             return None
         top: dict[str, float] = {}
         for token_id, value in (*token.top, (token.token_id, token.logprob)):
             top.setdefault(self._tokenizer.token_text(token_id), value)  # of two tokens of one text the more probable
-        return top
+        return _raw(top)
+
+
+def _raw(entry: TokenLogprob | dict[str, float]) -> Raw:
+    return Raw(json.encode(entry))
 
 
 def _finish(finish: EngineFinish | None) -> FinishReason:

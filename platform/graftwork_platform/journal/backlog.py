@@ -29,6 +29,7 @@ class Chapter:
     segment: Segment
     started: float
     num_entries: int = 0
+    num_carried: int = 0  # bytes of it that repeat what earlier segments say of running requests
     num_unwritten: int = 0
     is_sealed: bool = False
     has_new_opens: bool = False  # not yet durable

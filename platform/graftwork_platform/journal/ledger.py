@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from graftwork_platform.ids import show
 from graftwork_platform.journal.backlog import Backlog, Chapter, WriteRows
-from graftwork_platform.journal.records import MAGIC, Checkpoint, Close, Count, Open, encode_record
+from graftwork_platform.journal.records import MAGIC, Close, Count, Open, RecordTooLong, encode_counts, encode_record
 from graftwork_platform.journal.segments import JournalFolder, Segment, Sync
 from graftwork_platform.usage import UsageNotRecorded, UsageRow
 
@@ -47,15 +47,16 @@ class UsageEntry:
         self.opened = opened
         self.chapter = chapter
         self.counts: dict[str, Count] = {}
+        self._engine_ids = frozenset(opened.engine_ids)
         self._ledger = ledger
         self._is_closed = False
 
     def count(self, engine_id: str, output_tokens: int, cached_tokens: int) -> None:
         """Totals so far of one of its engine requests. Costs nothing: the next checkpoint writes them."""
-        if engine_id not in self.opened.engine_ids:
+        if engine_id not in self._engine_ids:
             raise AssertionError(f"{engine_id} is no part of this request")
         self.counts[engine_id] = Count(output_tokens, cached_tokens)
-        self._ledger.note_change(self)
+        self._ledger.note_change(self, engine_id)
 
     async def close(self, row: UsageRow) -> None:
         """Return when ``row`` is durable. It is written even if the caller is cancelled while it waits. Call it once.
@@ -98,7 +99,7 @@ class UsageLedger:
         self._active: Chapter | None = None
         self._sealed: deque[Chapter] = deque()
         self._running: set[UsageEntry] = set()
-        self._changed: set[UsageEntry] = set()
+        self._changed: dict[UsageEntry, set[str]] = {}  # with the ids whose counts no checkpoint has yet
         self._closing: list[_Closing] = []
         self._wake = asyncio.Event()
         self._wants_segment = False
@@ -187,6 +188,8 @@ class UsageLedger:
         opened = Open(row, tuple(engine_ids))
         try:
             chapter.segment.append(encode_record(opened))
+        except RecordTooLong as error:
+            raise UsageNotRecorded(str(error)) from error
         except OSError as fault:
             self._fail(fault)
             raise UsageNotRecorded(str(fault)) from fault
@@ -196,9 +199,9 @@ class UsageLedger:
         self._running.add(entry)
         return entry
 
-    def note_change(self, entry: UsageEntry) -> None:
-        """The next checkpoint writes this entry's counts."""
-        self._changed.add(entry)
+    def note_change(self, entry: UsageEntry, engine_id: str) -> None:
+        """The next checkpoint writes this count of the entry."""
+        self._changed.setdefault(entry, set()).add(engine_id)
 
     async def record(self, *rows: UsageRow) -> None:
         """Return when rows of requests that are not open here are durable. Raises `UsageNotRecorded`."""
@@ -260,19 +263,20 @@ class UsageLedger:
     async def _write(self, closing: list[_Closing], *, with_counts: bool) -> None:
         chapter = self._opened_chapter()
         frames = [closed.frame for closed in closing]
-        changed: set[UsageEntry] = set()
+        changed: dict[UsageEntry, set[str]] = {}
         to_sync = [chapter] if frames else []
         if with_counts:
-            changed, self._changed = self._changed & self._running, set()
-            if changed:
-                frames.append(_checkpoint(changed))
+            changed, self._changed = self._changed, {}
+            counts = {name: entry.counts[name] for entry in changed.keys() & self._running for name in changed[entry]}
+            if counts:
+                frames.append(encode_counts(counts))
             to_sync = [c for c in self._chapters() if (c is chapter and frames) or (c.has_new_opens and c.num_entries)]
         for synced in to_sync:
             synced.has_new_opens = False  # one that comes while the disk works is for the next time
         try:
             await self._in_thread(lambda: _append_and_sync(chapter.segment, b"".join(frames), [c.segment for c in to_sync]))
         except OSError:
-            self._changed |= changed
+            self._change_again(changed)
             for synced in to_sync:
                 synced.has_new_opens = True
             raise
@@ -282,11 +286,15 @@ class UsageLedger:
     def _closed(self, closing: _Closing, chapter: Chapter) -> None:
         if closing.entry is not None:
             self._running.discard(closing.entry)
-            self._changed.discard(closing.entry)
+            self._changed.pop(closing.entry, None)
             closing.entry.chapter.num_entries -= 1
         self._backlog.add(closing.row, chapter)
         if closing.done is not None and not closing.done.done():
             closing.done.set_result(None)
+
+    def _change_again(self, changed: dict[UsageEntry, set[str]]) -> None:
+        for entry, engine_ids in changed.items():
+            self._changed.setdefault(entry, set()).update(engine_ids)
 
     def _tell(self, closing: list[_Closing], error: UsageNotRecorded) -> None:
         for closed in closing:
@@ -319,22 +327,24 @@ class UsageLedger:
             return True
         chapter = self._opened_chapter()
         is_old = chapter.segment.size > len(MAGIC) and self._clock() - chapter.started >= self._limits.segment_age
-        return is_due and (self._wants_segment or is_old or chapter.segment.size >= self._limits.segment_bytes)
+        is_full = chapter.segment.size - chapter.num_carried >= self._limits.segment_bytes
+        return is_due and (self._wants_segment or is_old or is_full)
 
     async def _start_segment(self) -> None:
         """Go on in a new segment, which takes over the running requests, so that the old one can be deleted soon."""
         carried = sorted(self._running, key=lambda entry: entry.opened.row.request_id)
-        head = MAGIC + b"".join(encode_record(entry.opened) for entry in carried) + _checkpoint(carried)
-        changed, self._changed = self._changed, set()
+        counts = {engine_id: count for entry in carried for engine_id, count in entry.counts.items()}
+        head = MAGIC + b"".join(encode_record(entry.opened) for entry in carried) + encode_counts(counts)
+        changed, self._changed = self._changed, {}
         folder = self._opened_folder()
         try:
             segment = await self._in_thread(lambda: folder.start_segment(head))
         except OSError:
-            self._changed |= changed
+            self._change_again(changed)
             raise
         for entry in carried:
             entry.chapter.num_entries -= 1
-        old, self._active = self._active, Chapter(segment, self._clock(), num_entries=len(carried))
+        old, self._active = self._active, Chapter(segment, self._clock(), num_entries=len(carried), num_carried=len(head))
         for entry in carried:
             entry.chapter = self._active
         self._wants_segment = False
@@ -369,11 +379,6 @@ class UsageLedger:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _checkpoint(entries: Sequence[UsageEntry] | set[UsageEntry]) -> bytes:
-    counts = {engine_id: count for entry in entries for engine_id, count in entry.counts.items()}
-    return encode_record(Checkpoint(counts)) if counts else b""
 
 
 def _report_end(task: asyncio.Task[None]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -19,9 +19,19 @@ MAGIC = b"graftwork usage journal 1\n"
 """Opens every segment; another number is another format, which this version leaves alone."""
 
 MAX_PAYLOAD = 16 << 20
-"""Bytes. A size beyond it is a damaged one."""
+"""Bytes. A size beyond it is a damaged one, so none is written."""
+
+_CHECKPOINT_BYTES = 1 << 20
+"""About what one `Checkpoint` holds; more counts than that make several."""
+
+_COUNT_BYTES = 24
+"""The most that one count takes beside its id."""
 
 _HEAD = struct.Struct("<II")
+
+
+class RecordTooLong(ValueError):
+    """A record that no reader would take."""
 
 
 class Count(NamedTuple):
@@ -57,10 +67,29 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 
 def encode_record(record: Record) -> bytes:
-    """One record with its head."""
+    """One record with its head. Raises `RecordTooLong`."""
     payload = _encoder.encode(record)
+    if len(payload) > MAX_PAYLOAD:
+        raise RecordTooLong(f"a journal record of {len(payload)} bytes; at most {MAX_PAYLOAD} can be read again")
     size = len(payload).to_bytes(4, "little")
     return size + _check(size, payload).to_bytes(4, "little") + payload
+
+
+def encode_counts(counts: Mapping[str, Count]) -> bytes:
+    """As many checkpoints, one behind the other, as these counts need: none at all for none."""
+    frames: list[bytes] = []
+    part: dict[str, Count] = {}
+    size = 0
+    for engine_id, count in counts.items():
+        added = len(engine_id.encode()) + _COUNT_BYTES
+        if part and size + added > _CHECKPOINT_BYTES:
+            frames.append(encode_record(Checkpoint(part)))
+            part, size = {}, 0
+        part[engine_id] = count
+        size += added
+    if part:
+        frames.append(encode_record(Checkpoint(part)))
+    return b"".join(frames)
 
 
 class Reading:

@@ -127,6 +127,8 @@ class Recovery:
                 await self.recover()
             except (OSError, UsageNotRecorded) as fault:
                 _log.error("usage of an earlier process waits in %s: %s", self._root, fault)
+            except Exception:  # noqa: BLE001 — this loop supervises: what nobody foresaw must not make an attempt the last one
+                _log.exception("usage of an earlier process waits in %s", self._root)
             await asyncio.sleep(self._times.look_every)
 
     async def recover(self) -> None:

@@ -27,7 +27,7 @@ from graftwork_platform.db import Database
 from graftwork_platform.db_postgresql import connection_for_notices
 from graftwork_platform.errors import ServiceUnavailable
 from graftwork_platform.keys.ring import SILENCE_S, KeyEntry, KeyRing, Reread
-from graftwork_platform.keys.rows import all_entries, entries_of, entry_called
+from graftwork_platform.keys.rows import ALL_WITHIN_S, all_entries, entries_of, entry_called
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ CHANGES = "graftwork_keys"
 _BEAT_S = 0.25
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
-_REREAD_WITHIN_S = 2.0
+_REREAD_WITHIN_S = 4.0
 _REREADS = 2  # at the same time, of the database's four readers
 _MOST_IDS = 500
 """More changes at once than this, and everything is read."""
@@ -77,7 +77,7 @@ def reread_from(database: Database, *, within: float = _REREAD_WITHIN_S) -> Rere
     async def reread(public_id: str) -> KeyEntry | None:
         try:
             async with asyncio.timeout(within), places:
-                return await database.run_read(lambda session: entry_called(session, public_id))
+                return await database.run_read(lambda session: entry_called(session, public_id), within=within)
         except (TimeoutError, SQLAlchemyError) as error:
             raise ServiceUnavailable("API keys cannot be checked at the moment; try again.", code="keys_unavailable") from error
 
@@ -138,7 +138,7 @@ class KeyChannel:
             return
         with self._ring.reading() as read:
             if changes.everything:
-                read.replace_all(await self._database.run_read(all_entries))
+                read.replace_all(await self._database.run_read(all_entries, within=ALL_WITHIN_S))
             else:
                 keys, tenants = changes.keys, changes.tenants
                 read.replace(keys, tenants, await self._database.run_read(lambda session: entries_of(session, keys, tenants)))

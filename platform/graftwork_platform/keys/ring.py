@@ -57,7 +57,10 @@ SILENCE_S = 1.0
 
 
 class Reading:
-    """One read of the database on its way into the ring. What the ring was told by a read that began later is newer, and stays."""
+    """One read of the database on its way into the ring. What the ring was told by a read that began later is newer, and stays.
+
+    That holds if every change is followed by a read that begins after its commit, or by word of a revocation, which stays true.
+    """
 
     def __init__(self, ring: KeyRing, began: int) -> None:
         self._ring, self._began = ring, began
@@ -141,7 +144,12 @@ class KeyRing:
     @property
     def is_current(self) -> bool:
         """True if the ring can be believed."""
-        return self._reread is None or self._clock() - self._heard_until < SILENCE_S
+        return self.silent_for < SILENCE_S
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the ring was known to be equal to the database; 0 where nobody else changes keys."""
+        return 0.0 if self._reread is None else self._clock() - self._heard_until
 
     async def admit(self, authorization: str | None) -> Caller:
         """The tenant behind a ``Bearer`` header, by the database if the ring does not know the key or is not current.

@@ -11,6 +11,9 @@ from sqlalchemy.orm import Session
 from graftwork_platform.keys.ring import KeyEntry
 from graftwork_platform.models import ApiKey, Tenant
 
+ALL_WITHIN_S = 30.0
+"""How long the database may take over every key there is."""
+
 
 def all_entries(session: Session) -> list[KeyEntry]:
     """Every key that is neither revoked nor of a deleted tenant."""
@@ -27,7 +30,7 @@ def entry_called(session: Session, public_id: str) -> KeyEntry | None:
     return next(iter(_entries(session, _valid().where(ApiKey.public_id == public_id))), None)
 
 
-def entry_of(row: ApiKey, tenant_name: str) -> KeyEntry:
+def _entry(row: ApiKey, tenant_name: str) -> KeyEntry:
     """A row in the words of the ring."""
     return KeyEntry(
         key_id=row.id,
@@ -49,4 +52,4 @@ def _valid() -> Select[ApiKey, str | None]:
 
 
 def _entries(session: Session, query: Select[ApiKey, str | None]) -> list[KeyEntry]:
-    return [entry_of(row, name or "") for row, name in session.execute(query)]
+    return [_entry(row, name or "") for row, name in session.execute(query)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from uuid import UUID
 
@@ -17,8 +17,8 @@ from graftwork_platform.db import Database
 from graftwork_platform.db_postgresql import Turn, take_turn
 from graftwork_platform.errors import BadRequest, Forbidden, NotFound, Unauthorized
 from graftwork_platform.ids import show, uuid7
-from graftwork_platform.keys.ring import KeyEntry, KeyRing
-from graftwork_platform.keys.rows import all_entries, entry_of
+from graftwork_platform.keys.ring import KeyRing
+from graftwork_platform.keys.rows import ALL_WITHIN_S, all_entries, entries_of
 from graftwork_platform.keys.text import NewKey, generate, key_hmac
 from graftwork_platform.models import ApiKey, Tenant
 from graftwork_platform.paging import Page, page_of
@@ -49,7 +49,7 @@ class Keys:
     async def load(self) -> None:
         """Fill the ring from the database."""
         with self._ring.reading() as read:
-            read.replace_all(await self._database.run_read(all_entries))
+            read.replace_all(await self._database.run_read(all_entries, within=ALL_WITHIN_S))
 
     async def create(self, tenant_id: UUID, *, adapter: str | None, expires_at: int | None = None) -> tuple[ApiKey, NewKey]:
         """A new key of a tenant; ``adapter`` names its default, which can be served. Raises `BadRequest`, `NotFound`."""
@@ -57,14 +57,14 @@ class Keys:
             raise BadRequest("expires_at lies in the past.", param="expires_at")
         new = generate()
 
-        def work(session: Session) -> tuple[ApiKey, KeyEntry]:
+        def work(session: Session) -> ApiKey:
             tenant = session.get_one(Tenant, tenant_id, with_for_update={"read": True})  # a deletion waits, and revokes this too
             if tenant.deleted_at is not None:
                 raise NotFound(f"No tenant `{tenant.name}`.", code="tenant_not_found")
             default = _adapter_id(session, tenant_id, adapter) if adapter is not None else None
             row = self._row(new, tenant_id=tenant_id, default_adapter_id=default, expires_at=expires_at)
             session.add(row)
-            return row, entry_of(row, tenant.name)
+            return row
 
         return await asyncio.shield(self._store(work)), new
 
@@ -93,20 +93,23 @@ class Keys:
         """
         new = generate()
 
-        def work(session: Session) -> ApiKey:
+        def work(session: Session) -> tuple[ApiKey, Sequence[UUID]]:
             take_turn(session, Turn.CHANGE_ADMIN_KEY)
             valid = ApiKey.is_admin & ApiKey.revoked_at.is_(None)
+            older = session.scalars(select(ApiKey.id).where(valid)).all()
             session.execute(update(ApiKey).where(valid).values(revoked_at=int(self._now() * 1000)))
             row = self._row(new, tenant_id=None, default_adapter_id=None, expires_at=None)
             session.add(row)
-            return row
+            return row, older
 
         async def commit_then_refuse() -> ApiKey:
             async with self._rotating:  # one file waits at a time
                 await asyncio.to_thread(write_private, _next_file(file), new.text + "\n")
-                row = await self._database.run_write(work)
-                await self.load()
+                row, older = await self._database.run_write(work)
+                for key_id in older:
+                    self._ring.remove(key_id)
                 _next_file(file).replace(file)
+                await self._learn(row.id)
             return row
 
         return await asyncio.shield(commit_then_refuse()), new
@@ -150,22 +153,6 @@ class Keys:
         # A client that hangs up between the commit and the ring must not leave the key working.
         return await asyncio.shield(commit_then_refuse())
 
-    async def revoke_all(self, tenant_id: UUID) -> None:
-        """Refuse every key of a tenant from now on."""
-
-        def work(session: Session) -> None:
-            session.execute(
-                update(ApiKey)
-                .where(ApiKey.tenant_id == tenant_id, ApiKey.revoked_at.is_(None))
-                .values(revoked_at=int(self._now() * 1000))
-            )
-
-        async def commit_then_refuse() -> None:
-            await self._database.run_write(work)
-            self._ring.remove_tenant(tenant_id)
-
-        await asyncio.shield(commit_then_refuse())
-
     async def list(self, tenant_id: UUID, *, after: UUID | None, limit: int) -> Page[ApiKey]:
         """A tenant's keys, revoked ones too, oldest first."""
         query = select(ApiKey).where(ApiKey.tenant_id == tenant_id).order_by(ApiKey.id)
@@ -173,11 +160,19 @@ class Keys:
             query = query.where(ApiKey.id > after)
         return await self._database.run_read(lambda session: page_of(session, query, limit))
 
-    async def _store(self, work: Callable[[Session], tuple[ApiKey, KeyEntry]]) -> ApiKey:
-        with self._ring.reading() as read:
-            row, entry = await self._database.run_write(work)
-            read.replace([entry.key_id], [], [entry])
+    async def _store(self, work: Callable[[Session], ApiKey]) -> ApiKey:
+        row = await self._database.run_write(work)
+        await self._learn(row.id)
         return row
+
+    async def _learn(self, key_id: UUID) -> None:
+        """Take a key that was just made into the ring, unless it is revoked by now.
+
+        It is read again, after its commit: what the maker knows is as old as that, and reads of every key that began before it
+        and after it may both have been heard of meanwhile. The ring could not tell which of them know better.
+        """
+        with self._ring.reading() as read:
+            read.replace([key_id], [], await self._database.run_read(lambda session: entries_of(session, [key_id], [])))
 
     def _row(self, new: NewKey, *, tenant_id: UUID | None, default_adapter_id: UUID | None, expires_at: int | None) -> ApiKey:
         return ApiKey(

@@ -7,21 +7,27 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import get_args
 from uuid import UUID, uuid4
 
-from graftwork_adapters.errors import BlobNotFound, StoreError
+from graftwork_adapters.errors import BlobCorrupt, BlobNotFound, StoreError, StoreUnavailable
 from graftwork_adapters.keys import AdapterDigest, PackedKey, RowTypeName, packed_key, packed_path, upload_prefix
+from graftwork_adapters.packed import read_packed
 from graftwork_adapters.publish_job import PublishResult
+from graftwork_adapters.scratch import scratch_folder
 from graftwork_adapters.store import ObjectStore
+from graftwork_adapters.upload_files import is_stored_file
 from graftwork_platform.db import Database
 from graftwork_platform.publishing import blob_records, records
 from graftwork_platform.publishing.records import Lease
+from graftwork_platform.publishing.store_threads import StoreThreads
 
 _log = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 30.0  # after which a sweep begins no more deletions of a digest
 _DEAD_SECONDS = 90.0  # after which a sweep's mark is void; the difference is for the deletion that it may be in
 _LOOK_AGAIN = 0.2
+_REPLACE_TRIES = 3  # other servers may find the same blob corrupt
 
 
 class Blobs:
@@ -39,6 +45,8 @@ class Blobs:
         base_id: str,
         row_type: RowTypeName,
         *,
+        scratch: Path,
+        threads: StoreThreads,
         delete_grace: float,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
@@ -47,6 +55,8 @@ class Blobs:
         self._store = store
         self._base_id = base_id
         self._row_type: RowTypeName = row_type
+        self._scratch = scratch
+        self._threads = threads
         self._delete_grace = delete_grace
         self._now = now
         self._clock = clock
@@ -66,46 +76,53 @@ class Blobs:
         def put() -> None:
             for path in result.files:
                 self._store.put_if_absent(upload_prefix(digest) + path, folder / path)
-            self._store.put_if_absent(packed_path(key), packed)
+            self._put_packed(key, packed)
 
-        await asyncio.to_thread(put)
+        await self._threads.run(put)
 
     async def store_packed(self, digest: AdapterDigest, key: PackedKey, packed: Path) -> None:
         """Store the packed form of a digest that some version has, or had a moment ago."""
-        await asyncio.to_thread(self._store.put_if_absent, packed_path(key), packed)
+        await self._threads.run(self._put_packed, key, packed)
         before = self._before()
         if not await self._database.run_read(lambda session: blob_records.is_needed(session, digest, before)):
             await self._sweep(digest, (), before, None)  # its last version was swept meanwhile
 
     async def has_packed(self, digest: AdapterDigest) -> bool:
         """True if the packed form is in the store. Raises `StoreError`."""
-        return await asyncio.to_thread(self._store.exists, self._packed_path(digest))
+        return await self._threads.run(self._store.exists, packed_path(self._packed_key(digest)))
+
+    async def has_intact_packed(self, digest: AdapterDigest) -> bool:
+        """The same, and every byte of it is right: it is fetched and read. Raises `StoreError`, `OSError`."""
+        return await self._threads.run(self._is_intact, self._packed_key(digest))
 
     async def is_stored(self, digest: AdapterDigest) -> bool:
-        """True if both the upload and its packed form are in the store; false also for a store that does not answer."""
+        """True if the upload and its packed form, intact, are in the store; false also for a store that does not answer."""
 
         def look() -> bool:
             try:
-                packed = self._store.exists(self._packed_path(digest))
+                packed = self._is_intact(self._packed_key(digest))
                 return packed and next(self._store.list_keys(upload_prefix(digest)), None) is not None
-            except StoreError:
+            except (StoreError, OSError):
                 return False
 
-        return await asyncio.to_thread(look)
+        return await self._threads.run(look)
 
     async def fetch_upload(self, digest: AdapterDigest, folder: Path) -> None:
-        """Write the upload's files into ``folder``. Raises `BlobNotFound`, `StoreUnavailable`."""
+        """Write those of the upload's files that its digest covers into ``folder``. Raises `BlobNotFound`, `StoreUnavailable`.
+
+        Earlier versions stored others too, of every upload with this digest.
+        """
 
         def fetch() -> None:
-            keys = list(self._store.list_keys(upload_prefix(digest)))
-            if not keys:
+            prefix = upload_prefix(digest)
+            names = [name for key in self._store.list_keys(prefix) if is_stored_file(name := key.removeprefix(prefix))]
+            if not names:
                 raise BlobNotFound(f"the store has no upload {digest}")
-            for key in keys:
-                dest = folder / key.removeprefix(upload_prefix(digest))
-                dest.parent.mkdir(parents=True, exist_ok=True)
-                self._store.fetch(key, dest)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in names:
+                self._store.fetch(prefix + name, folder / name)
 
-        await asyncio.to_thread(fetch)
+        await self._threads.run(fetch)
 
     async def sweep(self) -> None:
         """Delete blobs that no version has needed for ``delete_grace`` seconds."""
@@ -124,7 +141,7 @@ class Blobs:
         done = True
         if not await self._database.run_read(lambda session: blob_records.is_needed(session, digest, before)):
             try:  # if this is cancelled, the thread goes on: then the mark stays until it is void
-                done = await asyncio.to_thread(self._delete, digest, started + _SWEEP_SECONDS)
+                done = await self._threads.run(self._delete, digest, started + _SWEEP_SECONDS)
             except StoreError:
                 _log.exception("the blobs of %s could not be deleted; the next sweep tries again", digest)
                 done = False
@@ -143,15 +160,34 @@ class Blobs:
             await asyncio.sleep(_LOOK_AGAIN)
 
     def _delete(self, digest: AdapterDigest, deadline: float) -> bool:
-        """True if all is gone; false if the time was over before."""
-        for key in [self._packed_path(digest), *self._store.list_keys(upload_prefix(digest))]:
+        """True if all is gone, whatever row type it was packed for; false if the time was over before."""
+        packed = [packed_path(packed_key(digest, self._base_id, row_type)) for row_type in get_args(RowTypeName)]
+        for key in [*packed, *self._store.list_keys(upload_prefix(digest))]:
             if self._clock() > deadline:
                 return False
             self._store.delete(key)
         return True
 
-    def _packed_path(self, digest: AdapterDigest) -> str:
-        return packed_path(packed_key(digest, self._base_id, self._row_type))
+    def _put_packed(self, key: PackedKey, packed: Path) -> None:
+        """Store a packed form that was just made. One that is there already stays unless its bytes are wrong."""
+        for _ in range(_REPLACE_TRIES):
+            if self._store.put_if_absent(packed_path(key), packed) or self._is_intact(key):
+                return
+            _log.warning("the stored packed form %s is corrupt; it is replaced", key)
+            self._store.delete(packed_path(key))
+        raise StoreUnavailable("the object store does not keep a packed form as it was written")
+
+    def _is_intact(self, key: PackedKey) -> bool:
+        with scratch_folder(self._scratch) as scratch:
+            try:
+                self._store.fetch(packed_path(key), scratch / "packed")
+                read_packed(scratch / "packed", key)
+            except (BlobNotFound, BlobCorrupt):
+                return False
+        return True
+
+    def _packed_key(self, digest: AdapterDigest) -> PackedKey:
+        return packed_key(digest, self._base_id, self._row_type)
 
     def _before(self) -> int:
         return int((self._now() - self._delete_grace) * 1000)

@@ -16,6 +16,7 @@ from graftwork_adapters.store import ObjectStore
 from graftwork_platform.errors import BadRequest
 from graftwork_platform.ids import unix_millis
 from graftwork_platform.publishing.manifest import FileEntry, Part, parts_of
+from graftwork_platform.publishing.store_threads import StoreThreads
 
 _ROOT = "incoming/"
 _COPY_BYTES = 1 << 20
@@ -45,8 +46,9 @@ class Incoming:
     `StoreError` and `OSError`. Blocking methods say so; call them from a worker thread.
     """
 
-    def __init__(self, store: ObjectStore, root: Path) -> None:
+    def __init__(self, store: ObjectStore, root: Path, threads: StoreThreads) -> None:
         self._store = store
+        self._threads = threads
         self._root = root
         self._folders: dict[UUID, tuple[Path, ExitStack]] = {}  # assembled here; closing the stack removes the folder
 
@@ -61,7 +63,7 @@ class Incoming:
             digest = await _write_body(received, part, body)
             if part.size == files[index].size and digest != files[index].sha256:
                 raise _checksum_mismatch(part.path)
-            return await asyncio.to_thread(self._store_part, upload_id, index, part.number, received)
+            return await self._threads.run(self._store_part, upload_id, index, part.number, received)
 
     def forget(self, key: str) -> None:
         """Take back a part that came too late. Blocks on the store."""
@@ -113,12 +115,13 @@ class Incoming:
 
         Uploads of the last hour stay: they may have been made behind the list ``keep``, by a server whose clock is slow.
         """
-        for upload_id in [upload_id for upload_id in self._folders if upload_id not in keep]:
-            self._release(upload_id)
-        kept = {upload_id.hex for upload_id in keep}
+        kept, young = set(keep), now - _CLOCK_SLACK_MS
+        for upload_id in list(self._folders):  # a copy: other threads assemble and drop meanwhile
+            if upload_id not in kept and unix_millis(upload_id) < young:
+                self._release(upload_id)
         for key in list(self._store.list_keys(_ROOT)):
             named = _PART_KEY.fullmatch(key)
-            if named and named["upload"] not in kept and unix_millis(UUID(hex=named["upload"])) < now - _CLOCK_SLACK_MS:
+            if named and (upload_id := UUID(hex=named["upload"])) not in kept and unix_millis(upload_id) < young:
                 self._store.delete(key)
 
     def sweep_local(self) -> None:

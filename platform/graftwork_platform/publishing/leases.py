@@ -33,6 +33,8 @@ class PublishTiming:
     lease: float = 15.0  # after which a silent server's publication is anyone's
     poll: float = 3.0  # between looks for publications that nobody runs
     retry_pause: float = 2.0  # after a first failure that is not the upload's; doubles with each
+    outage_pause: float = 5.0  # after a failure because the store or the database is away, and at least
+    outage: float = 300.0  # for which such failures do not count as attempts
     sweep: float = 600.0  # between sweeps
 
 

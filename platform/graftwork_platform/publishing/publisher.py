@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Protocol
 from uuid import UUID
@@ -18,19 +19,21 @@ from uuid import UUID
 from sqlalchemy.exc import SQLAlchemyError
 
 from graftwork_adapters.base_spec import BaseSpec
-from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt, StoreError
+from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt, StoreError, StoreUnavailable
 from graftwork_adapters.keys import AdapterDigest, RowTypeName
 from graftwork_adapters.publish_job import MEMORY_CHECK, Limits, PublishJob, PublishResult
 from graftwork_adapters.report import Report
 from graftwork_adapters.scratch import scratch_folder, sweep_scratch
-from graftwork_platform.db import Database
+from graftwork_platform.db import Database, DatabaseUnavailable
 from graftwork_platform.errors import BadRequest
 from graftwork_platform.ids import show
 from graftwork_platform.publishing import records
 from graftwork_platform.publishing.blobs import Blobs
 from graftwork_platform.publishing.incoming import Incoming
 from graftwork_platform.publishing.leases import Leases, PublishTiming
+from graftwork_platform.publishing.owner import StoreOwner
 from graftwork_platform.publishing.records import Lease, LeaseLost
+from graftwork_platform.publishing.store_threads import StoreThreads
 from graftwork_platform.settings import PublishLimits, UploadLimits
 
 _log = logging.getLogger(__name__)
@@ -39,6 +42,9 @@ _Fault = OSError | StoreError | SQLAlchemyError
 """What an upload is not to blame for; it may be gone at the next try."""
 
 _FAULTS = (OSError, StoreError, SQLAlchemyError)
+
+_OUTAGES = (StoreUnavailable, DatabaseUnavailable)
+"""Of those, what passes without anybody's doing anything about this server."""
 
 
 class RunPublish(Protocol):
@@ -55,8 +61,10 @@ class Publisher:
         database: Database,
         blobs: Blobs,
         incoming: Incoming,
+        owner: StoreOwner,
         spec: BaseSpec,
         *,
+        threads: StoreThreads,
         row_type: RowTypeName,
         scratch: Path,
         run_publish: RunPublish,
@@ -68,6 +76,8 @@ class Publisher:
         self._database = database
         self._blobs = blobs
         self._incoming = incoming
+        self._owner = owner
+        self._threads = threads
         self._spec = spec
         self._row_type: RowTypeName = row_type
         self._scratch = scratch
@@ -81,7 +91,8 @@ class Publisher:
         self._rebuilding = asyncio.Semaphore(limits.concurrency)  # of its own: requests wait for these
         self._tasks: set[asyncio.Task[None]] = set()
         self._submitted: set[UUID] = set()
-        self._rebuilds: dict[AdapterDigest, asyncio.Task[None]] = {}
+        self._rebuilds: dict[tuple[AdapterDigest, bool], asyncio.Task[None]] = {}
+        self._outages: dict[UUID, float] = {}  # uploads that wait for the store or database, and since when on the monotonic clock
 
     async def start(self) -> None:
         """Sweep what a crash left, then from time to time sweep again and take up publications that nobody runs."""
@@ -106,25 +117,27 @@ class Publisher:
             self._submitted.add(upload_id)
             self._spawn(self._publish(upload_id), f"publish {show('up', upload_id)}")
 
-    async def ensure_packed(self, digest: AdapterDigest) -> None:
+    async def ensure_packed(self, digest: AdapterDigest, *, replace: bool = False) -> None:
         """Build the packed form of ``digest`` again from its stored upload unless it is there; callers at once share one run.
 
-        Two servers may do it at once: the same bytes are stored whole, and once. Raises `BlobNotFound` if the upload is gone too,
+        With ``replace`` its bytes are looked at too, and it is replaced if they are wrong; right ones are never taken away. Two
+        servers may do it at once: the same bytes are stored whole, and once. Raises `BlobNotFound` if the upload is gone too,
         `AdapterTooLarge` if this server's adapter memory can never hold it, `BlobCorrupt` if it is another one now or does not
         pass otherwise, or `StoreUnavailable`.
         """
-        task = self._rebuilds.get(digest)
+        task = self._rebuilds.get((digest, replace))
         if task is None:
-            task = asyncio.create_task(self._rebuild(digest), name=f"rebuild {digest}")
-            self._rebuilds[digest] = task
-            task.add_done_callback(lambda _: self._rebuilds.pop(digest, None))
+            task = asyncio.create_task(self._rebuild(digest, replace), name=f"rebuild {digest}")
+            self._rebuilds[digest, replace] = task
+            task.add_done_callback(lambda _: self._rebuilds.pop((digest, replace), None))
         await asyncio.shield(task)  # one caller's disconnect must not fail the others
 
     async def sweep(self) -> None:
         """Expire uploads that were never completed, and drop bytes that nothing needs any more."""
+        await self._owner.confirm()
         now = self._millis()
         live = await self._database.run_write(lambda session: records.expire_uploads(session, now))
-        await asyncio.to_thread(self._incoming.sweep, live, now)
+        await self._threads.run(self._incoming.sweep, live, now)
         await self._blobs.sweep()
 
     async def _take_up(self) -> None:
@@ -138,6 +151,8 @@ class Publisher:
                 if lease is not None:
                     await self._publish_leased(lease)
                     self._leases.ended(lease)
+        except DatabaseUnavailable as error:  # it is taken up again
+            _log.warning("%s cannot be taken up: %s", show("up", upload_id), error)
         finally:
             self._submitted.discard(upload_id)
 
@@ -146,12 +161,14 @@ class Publisher:
             await self._leases.keep(lease, self._attempt(lease))
         except LeaseLost as error:
             _log.warning("%s: another server has taken the publication over", error)
+            self._outages.pop(lease.upload_id, None)
             return
         except _FAULTS as error:
-            _log.exception("attempt %d to publish %s failed", lease.attempt, show("up", lease.upload_id))
+            _tell(f"attempt {lease.attempt} to publish {show('up', lease.upload_id)} failed", error)
             if not await self._put_off(lease, error):
                 return
-        await _whatever_happens(lambda: asyncio.to_thread(self._incoming.drop, lease.upload_id))
+        self._outages.pop(lease.upload_id, None)
+        await _whatever_happens(lambda: self._threads.run(self._incoming.drop, lease.upload_id))
 
     async def _attempt(self, lease: Lease) -> None:
         """From parts to a verdict. Raises `LeaseLost`, or a fault that the upload is not to blame for."""
@@ -159,7 +176,8 @@ class Publisher:
             await self._fail(lease, _given_up(lease))
             return
         try:
-            folder = await asyncio.to_thread(self._incoming.folder, lease.upload_id, lease.files, lease.part_bytes)
+            await self._owner.confirm()
+            folder = await self._threads.run(self._incoming.folder, lease.upload_id, lease.files, lease.part_bytes)
         except BadRequest as error:  # parts were replaced or lost behind the completion
             await self._fail(lease, _failure("upload", error.message, "push it again"))
             return
@@ -177,30 +195,42 @@ class Publisher:
         """Leave the upload for another attempt, here or elsewhere; true if that was the last and the version failed."""
         report = _failure("store", _for_customers(fault), "push it again")
         pause = self._timing.retry_pause * 2 ** (lease.attempt - 1)
+        is_outage = isinstance(fault, _OUTAGES)
+        if is_outage:
+            pause = max(pause, self._timing.outage_pause)
+        is_free = is_outage and self._has_patience(lease.upload_id)
         try:
-            if lease.attempt >= self._limits.max_attempts:
+            if lease.attempt >= self._limits.max_attempts and not is_free:
                 await self._fail(lease, report)
                 return True
             until = self._millis() + int(pause * 1000)
-            await self._database.run_write(lambda session: records.put_off(session, lease, report, until))
+            await self._database.run_write(lambda session: records.put_off(session, lease, report, until, counts=not is_free))
         except LeaseLost:
             pass
-        except SQLAlchemyError:  # then the lease runs out
-            _log.exception("%s could not be put off", show("up", lease.upload_id))
+        except SQLAlchemyError as error:  # then the lease runs out
+            _tell(f"{show('up', lease.upload_id)} could not be put off", error)
         return False
+
+    def _has_patience(self, upload_id: UUID) -> bool:
+        """True if what an outage delays has not been delayed by it for too long: then the attempt does not count."""
+        now, limit = time.monotonic(), self._timing.outage
+        self._outages = {waiting: since for waiting, since in self._outages.items() if now - since < 2 * limit}
+        return now - self._outages.setdefault(upload_id, now) < limit
 
     async def _fail(self, lease: Lease, report: Report) -> None:
         now = self._millis()
         await self._database.run_write(lambda session: records.fail(session, lease, report, now))
 
-    async def _rebuild(self, digest: AdapterDigest) -> None:
-        if await self._blobs.has_packed(digest):
+    async def _rebuild(self, digest: AdapterDigest, replace: bool) -> None:
+        if await (self._blobs.has_intact_packed(digest) if replace else self._blobs.has_packed(digest)):
             return
         async with self._rebuilding:
             with scratch_folder(self._scratch) as scratch:
                 upload, packed = scratch / "upload", scratch / "packed.safetensors"
                 await self._blobs.fetch_upload(digest, upload)
-                result = await self._run(PublishJob(upload, packed, self._spec, self._row_type, self._job_limits(), digest))
+                # The config is that of whoever sent this digest first, and may name another base than the asker's.
+                limits = replace_fields(self._job_limits(), require_base_name=False)
+                result = await self._run(PublishJob(upload, packed, self._spec, self._row_type, limits, digest))
                 if not result.ok or result.packed_key is None:
                     raise _cannot_pack(digest, result.report)
                 await self._blobs.store_packed(digest, result.packed_key, packed)
@@ -235,7 +265,10 @@ async def _for_ever(work: Callable[[], Awaitable[None]], pause: float, *, wait_f
     if wait_first:
         await asyncio.sleep(pause)
     while True:
-        await _whatever_happens(work)
+        try:
+            await _whatever_happens(work)
+        except Exception:  # noqa: BLE001 — this loop supervises: what nobody foresaw must not end it for as long as the server runs
+            _log.exception("work in the background failed for an unforeseen reason; it will be tried again")
         await asyncio.sleep(pause)
 
 
@@ -243,8 +276,16 @@ async def _whatever_happens(work: Callable[[], Awaitable[None]]) -> None:
     """A store or database that is away must not keep the rest from being served; what was to be done is done at another time."""
     try:
         await work()
-    except _FAULTS:
-        _log.exception("work in the background failed; it will be tried again")
+    except _FAULTS as error:
+        _tell("work in the background failed and will be tried again", error)
+
+
+def _tell(what: str, fault: _Fault) -> None:
+    """An outage in one line, since it says all and comes often; anything else with where it happened."""
+    if isinstance(fault, _OUTAGES):
+        _log.warning("%s: %s", what, fault)
+    else:
+        _log.error("%s", what, exc_info=fault)
 
 
 def _failure(check: str, message: str, fix: str) -> Report:

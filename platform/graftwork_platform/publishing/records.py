@@ -72,11 +72,16 @@ def release_leases(session: Session, tokens: Collection[UUID]) -> None:
     session.execute(update(Upload).where(Upload.lease_holder.in_(tokens)).values(lease_holder=None, lease_until=0))
 
 
-def put_off(session: Session, lease: Lease, report: Report, until: int) -> None:
-    """Give the lease back; nobody takes it before ``until``. The report is kept for the next attempt. Raises `LeaseLost`."""
+def put_off(session: Session, lease: Lease, report: Report, until: int, *, counts: bool) -> None:
+    """Give the lease back; nobody takes it before ``until``. The report is kept for the next attempt, and unless this one
+    ``counts``, it was none. Raises `LeaseLost`.
+    """
     upload = _held(session, lease)
     upload.lease_holder, upload.lease_until = None, until
-    session.get_one(AdapterVersion, lease.version_id, with_for_update=True).report = report.as_json()
+    version = session.get_one(AdapterVersion, lease.version_id, with_for_update=True)
+    version.report = report.as_json()
+    if not counts:
+        version.attempts -= 1
 
 
 def claim(session: Session, lease: Lease, digest: AdapterDigest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -33,6 +32,7 @@ from graftwork_platform.publishing.manifest import (
     to_json,
 )
 from graftwork_platform.publishing.publisher import Publisher
+from graftwork_platform.publishing.store_threads import StoreThreads
 from graftwork_platform.settings import UploadLimits
 
 _log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class Uploads:
         incoming: Incoming,
         blobs: Blobs,
         publisher: Publisher,
+        threads: StoreThreads,
         limits: UploadLimits,
         *,
         base_name: str,
@@ -65,6 +66,7 @@ class Uploads:
         self._incoming = incoming
         self._blobs = blobs
         self._publisher = publisher
+        self._threads = threads
         self._limits = limits
         self._base_name = base_name
         self._now = now
@@ -96,7 +98,7 @@ class Uploads:
             return UploadView(upload, (), version)
         files = from_json(upload.files)
         try:
-            here = await asyncio.to_thread(self._incoming.received, upload.id, files, upload.part_bytes)
+            here = await self._threads.run(self._incoming.received, upload.id, files, upload.part_bytes)
         except StoreError as error:
             raise _storage_unavailable(error) from error
         missing = [p for file in files for p in parts_of(file, upload.part_bytes) if (p.path, p.number) not in here]
@@ -147,7 +149,7 @@ class Uploads:
     async def _complete(self, upload: Upload) -> None:
         files = from_json(upload.files)
         try:
-            await asyncio.to_thread(self._incoming.assemble, upload.id, files, upload.part_bytes)
+            await self._threads.run(self._incoming.assemble, upload.id, files, upload.part_bytes)
         except BlobNotFound as error:
             raise Conflict(f"A part of upload {show('up', upload.id)} is being sent again.", code="upload_busy") from error
         except (OSError, StoreError) as error:
@@ -168,7 +170,7 @@ class Uploads:
             self._publisher.submit(upload.id)
             return
         try:
-            await asyncio.to_thread(self._incoming.drop, upload.id)
+            await self._threads.run(self._incoming.drop, upload.id)
         except StoreError:
             _log.exception("the parts of %s could not be dropped; a sweep will do it", show("up", upload.id))
 
@@ -225,7 +227,7 @@ class Uploads:
             return
         if upload.state != UploadState.VALIDATING:
             try:
-                await asyncio.to_thread(self._incoming.forget, key)
+                await self._threads.run(self._incoming.forget, key)
             except StoreError:
                 _log.exception("%s could not be deleted; a sweep will do it", key)
         raise Conflict(f"Upload {show('up', upload_id)} takes no more parts.", code="upload_closed")

@@ -18,7 +18,7 @@ import msgspec
 import uvicorn
 
 from graftwork_adapters.base_spec import load_base_spec
-from graftwork_adapters.errors import AdapterError
+from graftwork_adapters.errors import AdapterError, StoreError
 from graftwork_adapters.stores import open_store
 from graftwork_engine.client import EngineClient
 from graftwork_engine.errors import UnsupportedModel
@@ -28,6 +28,7 @@ from graftwork_platform.context import build_services
 from graftwork_platform.db import DatabaseUnavailable
 from graftwork_platform.db_url import UnsupportedDatabase
 from graftwork_platform.keys.claim import claim
+from graftwork_platform.publishing.owner import ForeignStore, StoreOwner
 from graftwork_platform.secrets import BadSecret
 from graftwork_platform.serve.supervisor import EXIT_CONFIG
 from graftwork_platform.settings import Settings
@@ -38,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 5.0
 """How long streams that were ended at a stop may take to say so and to record their usage."""
+
+
+STORE_ANSWER_S = 5.0
+"""How long a start waits for the object store to say whose it is."""
 
 
 class ApiConfig(msgspec.Struct, frozen=True):
@@ -95,11 +100,23 @@ async def answer(config: ApiConfig, listener: socket.socket) -> None:
         await services.database.run_write(lambda session: claim(session, services.secrets))
     except DatabaseUnavailable:
         logger.warning("the database is away; requests are answered 503 until it is back")
+    await _confirm_store(services.store_owner)
     engine = EngineClient(config.engine_endpoint)
     app = create_app(services, engine, ModelText.from_dir(settings.model_dir))
     limit = math.ceil(settings.shutdown_grace + LAST_WORDS_S)
     options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=limit)
     await _Server(options, engine, settings.shutdown_grace).serve(sockets=[listener])
+
+
+async def _confirm_store(owner: StoreOwner) -> None:
+    """Refuses a store of another database; one that cannot be asked is asked again before anything is put into it or deleted."""
+    try:
+        async with asyncio.timeout(STORE_ANSWER_S):
+            await owner.confirm()
+    except ForeignStore:
+        raise
+    except (StoreError, DatabaseUnavailable, TimeoutError) as error:
+        logger.warning("whose object store this is cannot be found out yet: %s", error)
 
 
 def main() -> None:

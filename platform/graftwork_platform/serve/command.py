@@ -26,16 +26,19 @@ from graftwork_adapters.base_spec import load_base_spec
 from graftwork_adapters.errors import StoreError, StoreUnavailable, UnsupportedBase
 from graftwork_adapters.publish_job import ServingMemory
 from graftwork_adapters.store import StoreConfig
-from graftwork_adapters.stores import prepare_store
+from graftwork_adapters.stores import open_store, prepare_store
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.errors import ConfigError
 from graftwork_platform.admin.client import AdminClient, CallFailed
 from graftwork_platform.db import Database, DatabaseUnavailable
 from graftwork_platform.db_url import UnsupportedDatabase, check_url, sqlite_path
-from graftwork_platform.keys.claim import claim
+from graftwork_platform.keys.claim import OtherServing, claim, claim_serving
+from graftwork_platform.publishing.owner import claim_store, deployment_id
 from graftwork_platform.secrets import BadSecret, load_or_create
+from graftwork_platform.serve import options
 from graftwork_platform.serve.api_process import LAST_WORDS_S, ApiConfig, encode_config
 from graftwork_platform.serve.data_dir import DataDirBusy, locked
+from graftwork_platform.serve.file_limit import raise_file_limit
 from graftwork_platform.serve.seed import Seed, SeedFailed, example_curl, plant, read_seed
 from graftwork_platform.serve.supervisor import Child, ChildFailed, Supervisor
 from graftwork_platform.settings import (
@@ -61,6 +64,19 @@ _KEY_ELSEWHERE = "another server on this database made it: take its DATA_DIR/adm
 
 class CannotServe(Exception):
     """The server cannot start; the message says what to do."""
+
+
+_REASONS_NOT_TO_SERVE = (
+    CannotServe,
+    ChildFailed,
+    ConfigError,
+    DataDirBusy,
+    OSError,
+    SeedFailed,
+    UnsupportedBase,
+    UnsupportedDatabase,
+    options.UselessOption,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +110,13 @@ def serve(
     require_base_name: Annotated[bool, typer.Option(help="Refuse adapters that name another base.")] = False,
     served_name: Annotated[str, typer.Option(help="The base's name for clients; the folder's name by default.")] = "",
     request_timeout: Annotated[float, typer.Option(help="Seconds a request may take.")] = 600.0,
-    database_url: Annotated[
-        str, typer.Option(envvar="GRAFTWORK_DATABASE_URL", help="PostgreSQL or SQLite; by default a SQLite file in DATA_DIR.")
-    ] = "",
-    object_store: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Of adapters: a folder or s3://BUCKET/PREFIX; by default a folder in DATA_DIR."),
-    ] = None,
-    s3_endpoint: Annotated[str | None, typer.Option(metavar="URL", help="An S3-compatible server; AWS by default.")] = None,
-    s3_region: Annotated[str | None, typer.Option(help="Region of the bucket.")] = None,
-    s3_path_style: Annotated[
-        bool | None, typer.Option(help="Bucket in the path of the URL and not in the host; by default with --s3-endpoint.")
-    ] = None,
-    s3_ca_bundle: Annotated[Path | None, typer.Option(help="PEM file that the endpoint's certificate is checked against.")] = None,
-    secrets_dir: Annotated[Path | None, typer.Option(help="Folder of the server's secrets; DATA_DIR/secrets by default.")] = None,
+    database_url: options.DatabaseUrl = "",
+    object_store: options.ObjectStoreUrl = None,
+    s3_endpoint: options.S3Endpoint = None,
+    s3_region: options.S3Region = None,
+    s3_path_style: options.S3PathStyle = None,
+    s3_ca_bundle: options.S3CaBundle = None,
+    secrets_dir: options.SecretsDir = None,
     shutdown_grace: Annotated[float, typer.Option(help="Seconds that running streams may take to end at a stop.")] = 10.0,
     seed: Annotated[Path | None, typer.Option(metavar="FILE", help="Tenants and adapters to start with.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -130,7 +139,7 @@ def serve(
             shutdown_grace=shutdown_grace,
             secrets_path=None if secrets_dir is None else secrets_dir.absolute(),
             database_url=database_url,
-            object_store=_store_config(object_store, s3_endpoint, s3_region, s3_path_style, s3_ca_bundle),
+            object_store=options.store_config(object_store, s3_endpoint, s3_region, s3_path_style, s3_ca_bundle),
         )
         chosen: dict[str, int | float | None] = {
             "adapter_memory_bytes": adapter_memory,
@@ -146,20 +155,9 @@ def serve(
         }
         engine = _engine_config(settings, chosen, prefix_caching=prefix_caching)
         run(ServePlan(_publishing_for(engine, settings), engine, seed, as_json))
-    except (CannotServe, ChildFailed, ConfigError, DataDirBusy, OSError, SeedFailed, UnsupportedBase, UnsupportedDatabase) as error:
+    except _REASONS_NOT_TO_SERVE as error:
         typer.echo(json.dumps({"error": {"message": str(error)}}) if as_json else f"Error: {error}", err=not as_json)
         raise typer.Exit(1) from error
-
-
-def _store_config(
-    url: str | None, endpoint: str | None, region: str | None, path_style: bool | None, ca_bundle: Path | None
-) -> StoreConfig | None:
-    if url is None:
-        if (endpoint, region, path_style, ca_bundle) != (None,) * 4:
-            raise CannotServe("S3 settings are of use with --object-store s3://BUCKET/PREFIX only")
-        return None
-    place = url if "://" in url else str(Path(url).absolute())
-    return StoreConfig(place, endpoint, region, path_style, None if ca_bundle is None else str(ca_bundle.absolute()))
 
 
 def _engine_config(settings: Settings, chosen: dict[str, int | float | None], *, prefix_caching: bool) -> EngineConfig:
@@ -194,14 +192,17 @@ def run(plan: ServePlan) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     seed = None if plan.seed_file is None else read_seed(plan.seed_file)
+    logger.info("at most %d files and connections can be open in one process", raise_file_limit())
     os.umask(0o077)  # whatever this server and its children write is their owner's alone
     with ExitStack() as stack:
         stack.enter_context(locked(settings.lock_file))
         _prepare_store(settings.store)
-        load_base_spec(settings.model_dir, settings.cache_dir)  # refuses a base by name now, and leaves its id for the children
+        spec = load_base_spec(settings.model_dir, settings.cache_dir)  # refuses a base by name, leaves its id for the children
         _lock_file_of_database(stack, settings.database)
         _migrate(settings.database)
         _claim_database(settings)
+        _claim_serving(settings, spec.base_id)
+        _claim_store(settings)
         listener = stack.enter_context(_listen(settings.host, settings.port))
         address, port = listener.getsockname()[:2]
         url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
@@ -246,7 +247,10 @@ def _migrate(database_url: str) -> None:
     command = [sys.executable, "-m", "graftwork_migrations", "upgrade", "--database-url", "-"]
     done = subprocess.run(command, input=f"{database_url}\n", capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise CannotServe(f"the database cannot be brought up to date: {done.stderr.strip()[-2000:]}")
+        said = done.stderr.strip()
+        if "\n" in said:  # no message, then, but a fault of ours
+            logger.error("%s", said)
+        raise CannotServe(f"the database cannot be brought up to date: {said.rpartition(chr(10))[2] or 'its process ended'}")
 
 
 def _lock_file_of_database(stack: ExitStack, database_url: str) -> None:
@@ -261,6 +265,16 @@ def _lock_file_of_database(stack: ExitStack, database_url: str) -> None:
         raise CannotServe(f"{path} is in use by another server, and SQLite has one: stop it, or give both PostgreSQL") from None
 
 
+def _claim_serving(settings: Settings, base_id: str) -> None:
+    """Refuses a database that several servers may use if the others serve another base or row type."""
+    try:
+        with closing(Database(settings.database)) as database:
+            if database.is_shared:
+                database.write_now(lambda session: claim_serving(session, base_id, settings.row_type))
+    except (DatabaseUnavailable, OtherServing) as error:
+        raise CannotServe(str(error)) from error
+
+
 def _claim_database(settings: Settings) -> None:
     """Refuses a database whose keys were made with other secrets, before a model is loaded for it."""
     try:
@@ -269,6 +283,16 @@ def _claim_database(settings: Settings) -> None:
             database.write_now(lambda session: claim(session, secrets))
     except (BadSecret, DatabaseUnavailable) as error:
         raise CannotServe(str(error)) from error
+
+
+def _claim_store(settings: Settings) -> None:
+    """Refuses a store that belongs to another database."""
+    try:
+        with closing(Database(settings.database)) as database:
+            deployment = database.write_now(deployment_id)
+        claim_store(open_store(settings.store), deployment)
+    except (DatabaseUnavailable, StoreError) as error:
+        raise CannotServe(f"the object store at {settings.store.url} cannot be used: {error}") from error
 
 
 def _listen(host: str, port: int) -> socket.socket:

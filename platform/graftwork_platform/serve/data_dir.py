@@ -14,6 +14,22 @@ class DataDirBusy(Exception):
     """Another server holds the data directory."""
 
 
+def holder(lock_file: Path) -> int | None:
+    """The process that holds the lock, by what it wrote there; None if there is none, or it has ended.
+
+    Looks without taking: a server that starts meanwhile gets the lock. Raises `OSError` if the file cannot be read.
+    """
+    try:
+        process = int(lock_file.read_text(errors="replace"))
+        os.kill(process, 0)
+    except (ValueError, OverflowError, FileNotFoundError, ProcessLookupError):
+        return None
+    except PermissionError as error:
+        if error.filename is not None:  # the file's; without a name it is another user's process, which lives
+            raise
+    return process
+
+
 @contextmanager
 def locked(lock_file: Path) -> Iterator[None]:
     """Hold the data directory's lock; raises `DataDirBusy` if another process does.

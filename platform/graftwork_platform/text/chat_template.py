@@ -10,12 +10,14 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from graftwork_platform.errors import BadRequest
-from graftwork_platform.text.template_sandbox import TemplateFailure, TemplateSandbox
+from graftwork_platform.errors import BadRequest, ServiceUnavailable
+from graftwork_platform.text.template_sandbox import TemplateFailure, TemplateSandbox, TemplatesBusy
 from graftwork_platform.text.tokenizer import TokenizerError, read_tokenizer_config
 
 Message = dict[str, object]
 """One message as the template sees it: role, content, and what else the client may send."""
+
+_BUSY_RETRY_AFTER = 2  # seconds
 
 
 class ChatTemplate:
@@ -47,7 +49,9 @@ class ChatTemplate:
         return None if source is None else cls(source, special_tokens, sandbox)
 
     async def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The prompt's text; encode it without adding special tokens. Raises `BadRequest` with the template's own words."""
+        """The prompt's text; encode it without adding special tokens. Raises `BadRequest` with the template's own
+        words, or `ServiceUnavailable` while too many wait.
+        """
         variables = {
             **self._special_tokens,
             "messages": [{name: value for name, value in message.items() if value is not None} for message in messages],
@@ -59,6 +63,10 @@ class ChatTemplate:
             return await self._sandbox.render(self._number, variables, self._now())
         except TemplateFailure as failure:
             raise BadRequest(f"The model's chat template refused the messages: {failure}", param="messages") from failure
+        except TemplatesBusy as busy:
+            raise ServiceUnavailable(
+                "Too many chats wait for their prompts to be written.", code="templates_busy", retry_after=_BUSY_RETRY_AFTER
+            ) from busy
 
 
 def _default_source(model_dir: Path) -> str | None:

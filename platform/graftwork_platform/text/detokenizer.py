@@ -28,18 +28,20 @@ class Detokenizer(Protocol):
         ...
 
 
-def new_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
-    """A detokenizer for one sequence."""
-    return _ByteLevelDetokenizer(tokenizer) if tokenizer.is_byte_level else _WindowDetokenizer(tokenizer)
+def new_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Detokenizer:
+    """A detokenizer for one sequence. Special tokens have no text unless they are not to be skipped."""
+    skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    return _ByteLevelDetokenizer(tokenizer, skipped) if tokenizer.is_byte_level else _WindowDetokenizer(tokenizer, skipped)
 
 
 class _ByteLevelDetokenizer:
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_ids:
+        if token_id in self._skipped:
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
@@ -50,13 +52,14 @@ class _ByteLevelDetokenizer:
 class _WindowDetokenizer:
     """``_context`` is what was returned last and gives the tokens in ``_pending`` their left neighbours."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._skipped = skipped
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_ids:
+        if token_id in self._skipped:
             return ""
         self._pending.append(token_id)
         return self._take(final=False)
@@ -65,9 +68,14 @@ class _WindowDetokenizer:
         return self._take(final=True)
 
     def _take(self, *, final: bool) -> str:
-        before = self._tokenizer.decode(self._context)
-        text = self._tokenizer.decode(self._context + self._pending)
+        if not self._pending:
+            return ""
+        before = self._decode(self._context)
+        text = self._decode(self._context + self._pending)
         if not final and (len(text) <= len(before) or text.endswith(_REPLACEMENT)):
             return ""
         self._context, self._pending = self._pending, []
         return text[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)  # those to be skipped are not there

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +17,7 @@ import msgspec
 from graftwork_platform.text.template_worker import Compile, Render, Reply, receive_frame, send_frame
 
 _WORKER = "graftwork_platform.text.template_worker"
+MAX_RENDERS = 64
 _STUCK_S = 30.0
 """Processor time is what counts; a worker that does not even get that in so long is given up."""
 
@@ -24,15 +26,20 @@ class TemplateFailure(Exception):
     """A template did not give a text: what it said itself, or which limit it met."""
 
 
+class TemplatesBusy(Exception):
+    """Too many texts wait to be rendered."""
+
+
 class TemplateSandbox:
     """Renders in another process, one text at a time, so that nothing a template does holds up this one.
 
     The process starts with the first piece of work, and again with the first one after `close` or after an end of its own.
     """
 
-    def __init__(self, *, cpu_seconds: float = 2.0) -> None:
-        """``cpu_seconds``: processor time that one text may take."""
+    def __init__(self, *, cpu_seconds: float = 2.0, max_renders: int = MAX_RENDERS) -> None:
+        """``cpu_seconds``: processor time that one text may take; ``max_renders``: texts that may wait or be under way."""
         self._cpu_seconds = cpu_seconds
+        self._room = threading.Semaphore(max_renders)
         self._sources: list[str] = []
         self._compiled: set[int] = set()  # in the process of the moment
         self._process: subprocess.Popen[bytes] | None = None
@@ -48,9 +55,13 @@ class TemplateSandbox:
         return number
 
     async def render(self, number: int, variables: Mapping[str, object], now: datetime.datetime) -> str:
-        """The text that a template makes of ``variables``, which are plain values. Raises `TemplateFailure`."""
+        """The text that a template makes of ``variables``, which are plain values. Raises `TemplateFailure`, or `TemplatesBusy`."""
+        if not self._room.acquire(blocking=False):
+            raise TemplatesBusy
         work = Render(number, dict(variables), now.isoformat(), self._cpu_seconds)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._render, work)
+        rendering = self._thread.submit(self._render, work)
+        rendering.add_done_callback(lambda _: self._room.release())  # also of work that nobody waits for any more
+        return await asyncio.wrap_future(rendering)
 
     def close(self) -> None:
         """End the process. Blocks until work that is under way has ended."""

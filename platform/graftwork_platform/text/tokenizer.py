@@ -15,9 +15,9 @@ from pathlib import Path
 import tokenizers
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
 _NORMALISER_MARGIN = 4
+_LONG_TEXT, _LONG_IDS = 4096, 1024
+"""Characters and ids from which on the library's calls for batches are used: only those release the interpreter's lock."""
 
 
 class TokenizerError(Exception):
@@ -37,6 +37,7 @@ class Tokenizer:
         self._byte_of_char = _byte_level_alphabet()
         self._anchor = backend.encode("a", add_special_tokens=False).ids
         self._anchor_text = backend.decode(self._anchor)
+        self.num_leading, self.num_trailing = self._count_added()
         self._bytes: dict[int, bytes] = {}  # filled as tokens are seen
 
     @classmethod
@@ -80,11 +81,21 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with ``add_special_tokens`` as the pipeline wraps it (a leading BOS, for many models)."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def find_offsets(self, text: str) -> list[int]:
+        """Characters of ``text`` before each of its tokens, those that the pipeline adds left out."""
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=False)
+        return [start for start, _ in encoding.offsets]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``. Ids without a token are skipped; bytes that are no UTF-8 become U+FFFD."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) < _LONG_IDS:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token, special or not, adds in the middle of a text; empty for an id without a token."""
@@ -100,6 +111,13 @@ class Tokenizer:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _count_added(self) -> tuple[int, int]:
+        """Special tokens that the pipeline sets before and behind every text."""
+        wrapped = self._backend.encode("a", add_special_tokens=True).ids
+        added = len(wrapped) - len(self._anchor)
+        leading = next((place for place in range(added + 1) if wrapped[place:][: len(self._anchor)] == self._anchor), 0)
+        return leading, added - leading
 
     def _find_token_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)

@@ -25,7 +25,8 @@ class Rig:
         )
         self.pool = DevicePool(8 * PAGE, 4, 256, page_bytes=PAGE, max_rows=64, max_adapters=5)
         self.fetcher = Fetcher(store, folder / "cache", 1 << 20)
-        self.residency = AdapterResidency(self.fetcher, self.pool, 4 * PAGE, load_executor=loads, copy_executor=loads)
+        executors = {"load_executor": loads, "store_executor": loads, "copy_executor": loads}
+        self.residency = AdapterResidency(self.fetcher, self.pool, 4 * PAGE, **executors)
         for key in (self.running, self.idle, self.waiting, self.coming):
             self.residency.hold(key)
             while loads.jobs or (self.residency.acquire(key) if key in (self.running, self.idle) else 1) is None:

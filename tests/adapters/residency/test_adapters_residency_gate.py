@@ -80,6 +80,7 @@ def rig_of(memory_store, new_executor, tmp_path):
             host_bytes,
             on_change=lambda: changes.append(None),
             load_executor=loads,
+            store_executor=loads,
             copy_executor=copies,
             **settings,
         )
@@ -359,7 +360,8 @@ def test_dropping_while_it_waits_for_memory_lets_the_next_in(rig_of, add):
 def test_what_was_fetched_and_not_read_can_leave_the_disk(memory_store, new_executor, add, tmp_path):
     a, b, c = add("abc")
     loads, pool = new_executor(), DevicePool(8 * PAGE, 4, 256, page_bytes=PAGE)
-    residency = AdapterResidency(Fetcher(memory_store, tmp_path / "cache", 1), pool, PAGE, load_executor=loads, copy_executor=loads)
+    executors = {"load_executor": loads, "store_executor": loads, "copy_executor": loads}
+    residency = AdapterResidency(Fetcher(memory_store, tmp_path / "cache", 1), pool, PAGE, **executors)
     rig = Rig(residency, loads, loads, memory_store, pool)
     for key in (a, b, c):
         residency.hold(key)

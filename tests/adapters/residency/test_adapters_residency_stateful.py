@@ -75,12 +75,13 @@ class Machine(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.pool = DevicePool(NUM_PAGES * PAGE, 4, 256, page_bytes=PAGE, max_rows=40, max_adapters=4)
-        self.loads, self.copies = self.new_executor(), self.new_executor()
+        self.loads, self.fetches, self.copies = (self.new_executor() for _ in range(3))
         self.residency = AdapterResidency(
             Fetcher(self.mishaps, self.cache, DISK_BYTES),
             self.pool,
             HOST_BYTES,
             load_executor=self.loads,
+            store_executor=self.fetches,
             copy_executor=self.copies,
         )
         self.holds: Counter[str] = Counter()
@@ -124,6 +125,13 @@ class Machine(RuleBasedStateMachine):
     @rule(place=places, polls=st.booleans())
     def load_job(self, place, polls):
         self.loads.run(place % len(self.loads.jobs))
+        if polls:
+            self.residency.poll()
+
+    @precondition(lambda self: self.fetches.jobs)
+    @rule(place=places, polls=st.booleans())
+    def store_job(self, place, polls):
+        self.fetches.run(place % len(self.fetches.jobs))
         if polls:
             self.residency.poll()
 
@@ -205,8 +213,8 @@ class Machine(RuleBasedStateMachine):
             self.folder.cleanup()
 
     def run_jobs(self):
-        while self.loads.jobs or self.copies.jobs:
-            (self.loads if self.loads.jobs else self.copies).run()
+        while lanes := [lane for lane in (self.loads, self.fetches, self.copies) if lane.jobs]:
+            lanes[0].run()
         self.residency.poll()
 
     def everyone_is_served_or_told_why(self):

@@ -93,7 +93,7 @@ def test_prefixes_end_at_slashes_and_keys_are_listed_in_order(store, tmp_path):
 
 
 def test_names_that_begin_alike_are_told_apart(store, tmp_path):
-    """B155: ids 1 to 5 found the files of 10 to 50."""
+    """lorax#210: ids 1 to 5 found the files of 10 to 50."""
     names = ["1", "10", "11", "a", "ab", "a-b", "a.b"]
     for name in names:
         for file in ("config", "weights"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 
 import httpx
 import pytest
@@ -277,6 +276,25 @@ def test_repeated_prompts_with_choices_of_their_own(server, logprobs: int | None
         assert len(second["logprobs"]["tokens"]) == prompt + num_tokens(server, "you")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_repeated_text_is_the_one_that_was_sent(server, stream: bool, logprobs: int | None) -> None:
+    """Special tokens that it spells included, so that the output is what comes behind its length."""
+    prompt = "<|im_start|>user\nhi ☃<|im_end|>\n"
+    server.engine.scripts.append(scoring(server, "hello"))
+    response = server.post("completions", TEXT | {"prompt": prompt, "echo": True, "logprobs": logprobs, "stream": stream})
+    assert choices_of(response)[0]["text"] == prompt + "hello"
+    if stream or logprobs is None:
+        return
+    shown = response.json()["choices"][0]["logprobs"]
+    num_prompt = len(server.engine.requests[0].prompt_ids)
+    assert shown["text_offset"][:3] == [0, 0, len("<|im_start|>")], "the tokenizer's own BOS has no text"
+    assert shown["text_offset"][num_prompt:] == [len(prompt)]
+    assert len(shown["tokens"]) == num_prompt + 1
+    for token, offset in zip(shown["tokens"][1:], shown["text_offset"][1:], strict=True):
+        assert token.startswith("bytes:") or (prompt + "hello")[offset:].startswith(token)
+
+
 # Tokens
 
 
@@ -335,8 +353,29 @@ def test_foreign_models_are_unknown_to_tokenize(server) -> None:
     assert (foreign.status_code, foreign.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_text_longer_than_the_context_can_still_be_counted(server) -> None:
-    started = time.monotonic()
-    answer = server.http.post("/tokenize", json={"model": "tiny-base", "prompt": "hello " * 50_000}, headers=server.headers())
-    assert answer.json()["count"] > 50_000
-    assert time.monotonic() - started < 10
+def test_text_up_to_eight_times_the_context_can_still_be_counted(server) -> None:
+    def post(path: str, body: dict) -> httpx.Response:
+        return server.http.post(path, json={"model": "tiny-base", **body}, headers=server.headers())
+
+    assert post("/tokenize", {"prompt": "hello " * 1000}).json()["count"] > 4 * 256
+    assert post("/detokenize", {"tokens": [70] * (8 * 256)}).status_code == 200
+    for path, body, param in (
+        ("/tokenize", {"prompt": "hello " * 2000}, "prompt"),
+        ("/tokenize", {"prompt": "hello " * 50_000}, "prompt"),
+        ("/detokenize", {"tokens": [70] * (8 * 256 + 1)}, "tokens"),
+    ):
+        answer = post(path, body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert answer.json()["error"]["param"] == param
+        assert "8 times" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_equal_prompts_of_one_request_have_outputs_of_their_own_unless_a_seed_is_given(server, seed: int | None) -> None:
+    server.post("completions", TEXT | {"prompt": ["a", "a"], "seed": seed})
+    server.post("completions", TEXT | {"prompt": [[5], [5]], "seed": seed})
+    seeds = [request.sampling.seed for request in server.engine.requests]
+    assert len(set(seeds)) == (4 if seed is None else 1)
+    server.engine.requests.clear()
+    server.post("completions", TEXT | {"n": 3, "seed": seed})
+    assert len({request.sampling.seed for request in server.engine.requests}) == 1, "choices differ by their number"

@@ -125,8 +125,8 @@ class Packer:
         self.calls = []
         self.failure = failure
 
-    async def __call__(self, digest) -> None:
-        self.calls.append(digest)
+    async def __call__(self, digest, *, replace: bool = False) -> None:
+        self.calls.append((digest, replace) if replace else digest)
         if self.failure is not None:
             raise self.failure
 
@@ -151,7 +151,7 @@ async def collect(running) -> list[Delta]:
 
 def test_a_missing_packed_form_is_rebuilt_and_the_request_runs_again(generator) -> None:
     engine, ledger, packer = Engine([MISSING], [item(0), item(1, "stop")]), Ledger(), Packer()
-    items = asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally(3))))
+    items = asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
     assert [each.token_ids for each in items] == [[40], [41]]
     assert packer.calls == ["d" * 64]
     first, second = engine.requests
@@ -162,17 +162,26 @@ def test_a_missing_packed_form_is_rebuilt_and_the_request_runs_again(generator) 
     assert engine.closed == 2
 
 
+def test_a_corrupt_packed_form_is_replaced_and_the_request_runs_again(generator) -> None:
+    corrupt = RequestFailed(ErrorCode.ADAPTER_CORRUPT, "the bytes of its rows do not match their checksum")
+    engine, ledger, packer = Engine([corrupt], [item(0), item(1, "stop")]), Ledger(), Packer()
+    items = asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
+    assert [each.token_ids for each in items] == [[40], [41]]
+    assert packer.calls == [("d" * 64, True)]
+    assert [row.status for row in ledger.rows] == ["completed"]
+
+
 def test_it_is_rebuilt_once_only(generator) -> None:
     engine, ledger, packer = Engine([MISSING], [MISSING]), Ledger(), Packer()
     with pytest.raises(PlatformError, match="`triage`") as caught:
-        asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally(3))))
+        asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
     assert (caught.value.status, len(packer.calls), len(ledger.rows)) == (503, 1, 1)
 
 
 def test_nothing_is_rebuilt_after_the_first_token(generator) -> None:
     engine, ledger, packer = Engine([item(0), MISSING]), Ledger(), Packer()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally(3))))
+        asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
     assert (caught.value.status, packer.calls) == (503, [])
     assert (ledger.rows[0].prompt_tokens, ledger.rows[0].output_tokens) == (3, 1)
 
@@ -190,7 +199,7 @@ def test_nothing_is_rebuilt_after_the_first_token(generator) -> None:
 def test_a_rebuild_that_fails(generator, failure: Exception, status: int, code: str) -> None:
     ledger = Ledger()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(Engine([MISSING]), ledger, Packer(failure)).run(ADMITTED, Tally(3))))
+        asyncio.run(collect(generator(Engine([MISSING]), ledger, Packer(failure)).run(ADMITTED, Tally())))
     assert (caught.value.status, caught.value.code) == (status, code)
     assert [row.status for row in ledger.rows] == ["failed"]
 
@@ -198,7 +207,7 @@ def test_a_rebuild_that_fails(generator, failure: Exception, status: int, code: 
 def test_a_request_the_engine_stops_by_itself_has_failed(generator) -> None:
     ledger = Ledger()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(Engine([item(0), item(1, "abort")]), ledger).run(ADMITTED, Tally(3))))
+        asyncio.run(collect(generator(Engine([item(0), item(1, "abort")]), ledger).run(ADMITTED, Tally())))
     assert (caught.value.status, ledger.rows[0].status, ledger.rows[0].output_tokens) == (503, "failed", 1)
 
 
@@ -206,21 +215,63 @@ def test_a_request_the_engine_stops_by_itself_has_failed(generator) -> None:
 def test_an_engine_that_never_answers_is_not_waited_for_for_ever(generator, script: list) -> None:
     engine, ledger = Engine(script), Ledger()
 
-    async def pack(_digest) -> None:
+    async def pack(_digest, **_how) -> None:
         await asyncio.Event().wait()
 
     late = generator(engine, ledger, pack, grace=0.02, now=lambda: 1031.0)
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(late.run(ADMITTED, Tally(3))))
+        asyncio.run(collect(late.run(ADMITTED, Tally())))
     assert (caught.value.status, caught.value.headers) == (504, {"x-should-retry": "false"})
     assert [row.status for row in ledger.rows] == ["failed"]
     assert engine.closed == 1
 
 
+@pytest.mark.parametrize(("script", "billed"), [([None], 0), ([item(0), None], 3)])
+def test_a_prompt_is_billed_once_its_first_item_has_come(generator, script: list, billed: int) -> None:
+    """Whether its time ran out or its client left."""
+    timed_out, left = Ledger(), Ledger()
+    with pytest.raises(PlatformError):
+        asyncio.run(collect(generator(Engine(list(script)), timed_out, grace=0.02, now=lambda: 1031.0).run(ADMITTED, Tally())))
+
+    async def leave() -> None:
+        task = asyncio.create_task(collect(generator(Engine(list(script)), left).run(ADMITTED, Tally())))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(leave())
+    assert [(row.status, row.prompt_tokens) for row in (*timed_out.rows, *left.rows)] == [("failed", billed), ("aborted", billed)]
+    assert [row.prompt_tokens for row, _ in (*timed_out.opened, *left.opened)] == [3, 3]
+
+
+def test_of_several_prompts_those_that_have_begun_are_billed(generator) -> None:
+    prompts = (Prompt([1, 2, 3], Sampling(max_tokens=5, seed=1)), Prompt([4], Sampling(max_tokens=5, seed=1)))
+    ledger = Ledger()
+    late = generator(Engine([item(0), item(1, "stop")], [None], [item(0, "stop")]), ledger, grace=0.02, now=lambda: 1031.0)
+    with pytest.raises(PlatformError):
+        asyncio.run(collect(late.run(replace(ADMITTED, prompts=prompts, n=2), Tally())))
+    assert ledger.rows[0].prompt_tokens == 3
+
+
+def test_a_finished_request_is_not_told_of_a_timeout(generator) -> None:
+    """The deadline passes while the last token is being sent."""
+    ledger = Ledger()
+
+    async def main() -> None:
+        late = generator(Engine([item(0, "stop")]), ledger, grace=0.02, now=lambda: 1030.0)
+        async with aclosing(late.run(ADMITTED, Tally())) as deltas:
+            assert (await anext(deltas)).finish is FinishReason.STOP
+            await asyncio.sleep(0.1)
+            assert await anext(deltas, None) is None
+
+    asyncio.run(main())
+    assert [row.status for row in ledger.rows] == ["completed"]
+
+
 def test_an_output_that_just_ends_has_failed(generator) -> None:
     ledger = Ledger()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(Engine([item(0)]), ledger).run(ADMITTED, Tally(3))))
+        asyncio.run(collect(generator(Engine([item(0)]), ledger).run(ADMITTED, Tally())))
     assert (caught.value.status, ledger.rows[0].status, ledger.rows[0].output_tokens) == (503, "failed", 1)
 
 
@@ -229,7 +280,7 @@ def test_an_answer_that_cannot_be_accounted_for_is_not_given(generator) -> None:
     seen = []
 
     async def main() -> None:
-        running = generator(Engine([item(0), item(1, "stop")]), ledger).run(ADMITTED, Tally(3))
+        running = generator(Engine([item(0), item(1, "stop")]), ledger).run(ADMITTED, Tally())
         seen.append(await anext(running))
         await anext(running)
 
@@ -242,7 +293,7 @@ def test_an_answer_that_cannot_be_accounted_for_is_not_given(generator) -> None:
 def test_a_prompts_other_choices_start_when_its_first_item_is_there(generator) -> None:
     prompts = (Prompt([1, 2, 3], Sampling(max_tokens=5, seed=1)), Prompt([4], Sampling(max_tokens=5, seed=1)))
     engine, ledger = Engine(*([item(0), item(1, "stop")] for _ in range(6))), Ledger()
-    tally = Tally(4)
+    tally = Tally()
     admitted = replace(ADMITTED, prompts=prompts, n=3)
     deltas = asyncio.run(collect(generator(engine, ledger).run(admitted, tally)))
     assert engine.log[:8] == ["add ", "add -3", "item ", "add -1", "add -2", "item -3", "add -4", "add -5"]
@@ -262,7 +313,7 @@ def test_a_stop_string_ends_the_engines_request_and_what_comes_later_is_not_coun
     steps = [OutItem("r", place, [token_id]) for place, token_id in enumerate([*ids, *ids])]
     engine, ledger = Engine(steps, [OutItem("r", 0, ids + ids, finish="length")]), Ledger()
     admitted = replace(ADMITTED, n=2, stop=StopRule((" world",)))
-    deltas = asyncio.run(collect(generator(engine, ledger).run(admitted, Tally(3))))
+    deltas = asyncio.run(collect(generator(engine, ledger).run(admitted, Tally())))
     for index in range(2):
         mine = [delta for delta in deltas if delta.index == index]
         assert ("".join(delta.text for delta in mine), mine[-1].finish) == ("hello", FinishReason.STOP)
@@ -274,7 +325,7 @@ def test_a_stop_string_ends_the_engines_request_and_what_comes_later_is_not_coun
 def test_a_request_that_cannot_be_accounted_for_does_not_run(generator) -> None:
     engine, ledger = Engine([item(0, "stop")]), Ledger(shut=UsageNotRecorded("disk full"))
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(engine, ledger).run(ADMITTED, Tally(3))))
+        asyncio.run(collect(generator(engine, ledger).run(ADMITTED, Tally())))
     assert (caught.value.status, caught.value.code) == (503, "usage_not_recordable")
     assert "retry-after" in caught.value.headers
     assert not engine.requests
@@ -285,7 +336,7 @@ def test_cancelling_again_and_again_loses_no_row(generator, cancels: int) -> Non
     engine, ledger = Engine([item(0), None]), Ledger()
 
     async def main() -> None:
-        task = asyncio.create_task(collect(generator(engine, ledger).run(ADMITTED, Tally(3))))
+        task = asyncio.create_task(collect(generator(engine, ledger).run(ADMITTED, Tally())))
         await asyncio.sleep(0.01)
         for _ in range(cancels):
             task.cancel()
@@ -300,7 +351,7 @@ def test_cancelling_again_and_again_loses_no_row(generator, cancels: int) -> Non
 def test_cancelled_while_the_completed_row_is_written_there_is_no_second_row(generator) -> None:
     async def main() -> list:
         ledger = Ledger(gate=asyncio.Event())
-        task = asyncio.create_task(collect(generator(Engine([item(0, "stop")]), ledger).run(ADMITTED, Tally(3))))
+        task = asyncio.create_task(collect(generator(Engine([item(0, "stop")]), ledger).run(ADMITTED, Tally())))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -159,8 +159,8 @@ def test_completion_logprobs(server) -> None:
 def test_a_silent_stream_is_kept_alive(server, monkeypatch) -> None:
     """By default after 15 s; here a hundred times as soon."""
 
-    def sooner(frames, *, keep_alive: float) -> EventStream:
-        return EventStream(frames, keep_alive=keep_alive / 100)
+    def sooner(frames, *, keep_alive: float, time_left: float) -> EventStream:
+        return EventStream(frames, keep_alive=keep_alive / 100, time_left=time_left)
 
     monkeypatch.setattr(routes, "EventStream", sooner)
     server.engine.scripts.append(server.engine.say("hello world", pause=0.4))

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from graftwork_engine.messages import OutItem, TokenLogprob
 from graftwork_engine.request import FinishReason
@@ -188,6 +188,45 @@ def test_a_repeated_prompt_is_searched_for_nothing_and_goes_on_into_the_output()
     offsets = [token.offset for token in delta.tokens]
     assert offsets[:2] == [0, 0]
     assert offsets[-3:] == [5, 5, 6]
+
+
+def scored(ids: list[int]) -> list[TokenLogprob | None]:
+    return [None, *(TokenLogprob(-1.0) for _ in ids[1:])]
+
+
+@pytest.mark.parametrize("text", ["hello</s>\nhello ☃</s>", "</s>", "é�", "日本語🎉"])
+def test_a_repeated_text_is_exact_and_its_offsets_point_into_it(text: str) -> None:
+    prompt = BYTE_LEVEL.encode(text)
+    first, *others = items_of(BYTE_LEVEL.encode(" world"), [], "length")
+    first = OutItem("r", 0, first.token_ids, first.logprobs, scored(prompt))
+    delta = join(deltas_of(OutputText(BYTE_LEVEL, echo=prompt, echo_text=text), [first, *others]))
+    assert delta.text == text + " world"
+    tokens = delta.tokens or ()
+    assert [token.token_id for token in tokens[: len(prompt)]] == prompt
+    assert tokens[len(prompt)].offset == len(text)
+    whole = [token for token in tokens if not BYTE_LEVEL.token_text(token.token_id).startswith("bytes:")]
+    assert all(delta.text[token.offset :].startswith(BYTE_LEVEL.token_text(token.token_id)) for token in whole)
+
+
+def test_offsets_into_a_text_that_is_normalised_stay_in_step_with_it() -> None:
+    """And the output's first space is not lost, as it would be at the beginning of a text."""
+    backend = tokenizers.Tokenizer.from_str(BYTE_FALLBACK._backend.to_str())
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.post_processor = processors.TemplateProcessing(single="</s> $A </s>", special_tokens=[("</s>", 1)])
+    tokenizer = Tokenizer(backend, {"eos_token": "</s>"})
+    text = "A é</s>Aa"
+    prompt = tokenizer.encode(text)
+    assert (tokenizer.num_leading, tokenizer.num_trailing) == (1, 1)
+    item = OutItem("r", 0, [tokenizer.token_id("▁hello") or 0], [TokenLogprob(0.0)], scored(prompt), finish="length")
+    delta = OutputText(tokenizer, echo=prompt, echo_text=text).take(item)
+    assert delta.text == "A é</s>Aa hello"
+    offsets = [token.offset for token in delta.tokens or ()]
+    assert len(offsets) == len(prompt) + 1
+    assert offsets == sorted(offsets)
+    by_token = {token.token_id: token.offset for token in (delta.tokens or ())[1:-2]}
+    assert by_token[tokenizer.token_id("é") or 0] == text.index("é")
+    assert by_token[1] == text.index("</s>")
+    assert offsets[-2:] == [len(text), len(text)]
 
 
 def test_impossible_tokens_have_a_logprob_that_json_can_write() -> None:

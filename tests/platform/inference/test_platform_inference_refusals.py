@@ -310,6 +310,37 @@ def test_large_bodies_are_parsed_beside_the_event_loop(server, monkeypatch, entr
     assert (threads[0].name.startswith(("asyncio", "uvloop"))) is in_a_thread
 
 
+@pytest.mark.parametrize("body", [{"prompt": "hello " * 400_000}, {"messages": [{"role": "user", "content": "x"}] * 300}])
+def test_so_is_what_is_only_to_be_counted(server, monkeypatch, body: dict) -> None:
+    def never(*_arguments: object, **_options: object) -> None:
+        raise AssertionError("the text was looked at")
+
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    monkeypatch.setattr(ChatTemplate, "render", never)
+    response = server.post("tokenize", {"model": "tiny-base", **body})
+    assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        ("completions", {"prompt": ["a"] * 8, "n": 128, "max_tokens": 200, "logprobs": 20}, "logprobs"),
+        ("completions", {"prompt": [[5] * 3000] * 700, "max_tokens": 1, "echo": True, "logprobs": 1}, "logprobs"),
+        ("chat/completions", {"n": 128, "max_tokens": 3000, "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
+        ("chat/completions", {"n": 128, "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
+    ],
+)
+def test_an_answer_of_gigabytes_is_refused(server, path: str, change: dict, param: str) -> None:
+    info = server.engine.info
+    server.engine.info = msgspec.structs.replace(info, max_model_len=4096)
+    body = (CHAT if path.startswith("chat") else TEXT) | change
+    response = server.post(path, body)
+    server.engine.info = info
+    assert (response.status_code, error_of(response)["param"]) == (400, param)
+    assert all(name in error_of(response)["message"] for name in ("`n`", f"`{param}`", "`max_tokens`"))
+    assert not server.engine.requests
+
+
 def test_memory_can_be_the_tighter_limit(server) -> None:
     info = server.engine.info
     server.engine.info = msgspec.structs.replace(info, max_prompt_and_output=100)

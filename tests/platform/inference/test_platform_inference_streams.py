@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 
@@ -114,6 +115,49 @@ def test_event_stream_closes_its_frames_when_sending_fails() -> None:
 
     asyncio.run(main())
     assert closed == [True]
+
+
+@pytest.mark.parametrize(("patience", "time_left"), [(0.2, math.inf), (60.0, 0.1)])
+def test_a_client_that_does_not_read_has_gone(patience: float, time_left: float) -> None:
+    """After some patience, and at the end of its request's time."""
+    steps = []
+
+    async def frames():
+        try:
+            yield b"one"
+            yield b"never read"
+            steps.append("asked for more")
+        finally:
+            steps.append("closed")
+
+    async def send(message) -> None:
+        if message.get("body") == b"never read":
+            await asyncio.Event().wait()
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    stream = EventStream(frames(), keep_alive=0.05, time_left=time_left, patience=patience)
+    asyncio.run(asyncio.wait_for(stream({"type": "http"}, receive, send), 10))
+    assert steps == ["closed"]
+
+
+def test_a_client_that_reads_slowly_has_not_gone() -> None:
+    read = []
+
+    async def frames():
+        for number in range(12):
+            yield b"%d" % number
+
+    async def send(message) -> None:
+        await asyncio.sleep(0.05)
+        read.append(message.get("body"))
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    asyncio.run(EventStream(frames(), keep_alive=5.0, patience=0.4)({"type": "http"}, receive, send))
+    assert read == [None, *(b"%d" % number for number in range(12)), b""]
 
 
 def test_the_api_process_imports_neither_torch_nor_transformers() -> None:

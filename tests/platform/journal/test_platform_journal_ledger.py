@@ -1,4 +1,7 @@
-"""The ledger: what is durable when, how few fsyncs that takes, and what happens when the disk or the database says no."""
+"""The ledger: what is durable when, how few fsyncs that takes, and what happens when the disk or the database says no.
+
+This file is long because each promise of the ledger has a test of its own, and all are played on one bench.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pytest
 from journal_bench import Bench, engine_ids_of, fail_writes, kill, make_row, settled
 
 from graftwork_platform.journal.ledger import UsageEntry, UsageLedger
-from graftwork_platform.journal.records import MAGIC, Checkpoint, Close, Count, Open, Reading, Record
+from graftwork_platform.journal.records import MAGIC, MAX_PAYLOAD, Checkpoint, Close, Count, Open, Reading, Record
 from graftwork_platform.models import UsageStatus
 from graftwork_platform.usage import UsageNotRecorded, UsageRow
 
@@ -357,6 +360,77 @@ def test_counts_of_a_stranger_are_refused(bench: Bench) -> None:
         with pytest.raises(AssertionError):
             entry.count("req_other", 1, 0)
         await settled(ledger)
+        await kill(ledger)
+
+    run(work)
+
+
+def test_a_checkpoint_holds_what_has_changed_and_a_new_segment_everything(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started(segment_age=1000.0)
+        row = make_row()
+        ids = engine_ids_of(row, 3)
+        entry = ledger.open(row, ids)
+        for engine_id in ids:
+            entry.count(engine_id, 1, 0)
+        await bench.checkpoint(ledger)
+        entry.count(ids[1], 2, 0)
+        await bench.checkpoint(ledger)
+        assert on_disk(bench)[-1] == Checkpoint({ids[1]: Count(2, 0)})
+        entry.count(ids[2], 3, 0)
+        ledger._ask_for_segment()
+        await bench.checkpoint(ledger)
+        await bench.checkpoint(ledger)
+        everything = {ids[0]: Count(1, 0), ids[1]: Count(2, 0), ids[2]: Count(3, 0)}
+        assert on_disk(bench) == [Open(row, tuple(ids)), Checkpoint(everything)]
+        await kill(ledger)
+
+    run(work)
+
+
+def test_counts_of_a_checkpoint_that_failed_are_written_with_the_next(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        row, entry = open_one(ledger)
+        [engine_id] = engine_ids_of(row)
+        await bench.checkpoint(ledger)
+        entry.count(engine_id, 4, 1)
+        bench.disk.fault = OSError(errno.EIO, "I/O error")
+        await bench.checkpoint(ledger)
+        assert ledger.failure is not None
+        bench.disk.fault = None
+        await bench.checkpoint(ledger)
+        await kill(ledger)
+        bench.disk.lose_power(bench.root)
+        assert on_disk(bench)[-1] == Checkpoint({engine_id: Count(4, 1)})
+
+    run(work)
+
+
+def test_a_request_too_large_for_a_record_must_not_run(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started()
+        with pytest.raises(UsageNotRecorded, match="can be read again"):
+            ledger.open(make_row(), ["x" * MAX_PAYLOAD])
+        assert ledger.failure is None, "the next one can"
+        assert on_disk(bench) == []
+        row, entry = open_one(ledger)
+        await entry.close(ended(row))
+        await ledger.close()
+
+    run(work)
+
+
+def test_what_a_segment_carries_over_does_not_make_it_full(bench: Bench) -> None:
+    async def work() -> None:
+        ledger = await bench.started(segment_bytes=4000)
+        row = make_row()
+        ids = engine_ids_of(row, 200)
+        ledger.open(row, ids)
+        await bench.checkpoint(ledger)
+        for _ in range(3):
+            await bench.checkpoint(ledger)
+        assert [path.name for path in bench.root.glob("*/*.seg")] == ["0000000002.seg"]
         await kill(ledger)
 
     run(work)

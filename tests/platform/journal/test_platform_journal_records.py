@@ -5,12 +5,25 @@ from __future__ import annotations
 import zlib
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from journal_bench import engine_ids_of, make_row
 
 from graftwork_platform.ids import uuid7
-from graftwork_platform.journal.records import MAGIC, MAX_PAYLOAD, Checkpoint, Close, Count, Open, Reading, Record, encode_record
+from graftwork_platform.journal.records import (
+    MAGIC,
+    MAX_PAYLOAD,
+    Checkpoint,
+    Close,
+    Count,
+    Open,
+    Reading,
+    Record,
+    RecordTooLong,
+    encode_counts,
+    encode_record,
+)
 from graftwork_platform.models import UsageStatus
 
 _ROW = make_row(client_request_id="mine", version_id=uuid7())
@@ -78,3 +91,31 @@ def test_another_format_is_told_from_a_torn_beginning() -> None:
     assert Reading(b"graftwork usage journal 2\n" + FRAMES[0]).is_other_format
     for size in range(len(MAGIC) + 1):
         assert not Reading(MAGIC[:size]).is_other_format
+
+
+def test_no_number_of_counts_hides_what_lies_behind_them() -> None:
+    counts = {f"req_{number:0160x}-{number % 1024}": Count(2**40 + number, 2**33) for number in range(100_000)}
+    frames = encode_counts(counts)
+    assert len(frames) > MAX_PAYLOAD, "too much for one record"
+    records, num_cut = read(MAGIC + frames + FRAMES[2])
+    assert (records[-1], num_cut) == (RECORDS[2], 0)
+    found: dict[str, Count] = {}
+    for record in records[:-1]:
+        assert isinstance(record, Checkpoint)
+        assert found.keys().isdisjoint(record.counts)
+        found |= record.counts
+    assert found == counts
+    assert encode_counts({}) == b""
+    assert read(MAGIC + encode_counts({"x" * (3 << 20): Count(1, 1), "y": Count(2, 2)}))[1] == 0
+
+
+def test_a_record_that_no_reader_would_take_is_not_written() -> None:
+    longest = Checkpoint({"x" * (MAX_PAYLOAD - 100): Count(1, 1)})
+    assert read(MAGIC + encode_record(longest)) == ([longest], 0)
+    with pytest.raises(RecordTooLong):
+        encode_record(Checkpoint({"x" * MAX_PAYLOAD: Count(1, 1)}))
+
+
+def test_the_largest_request_is_read_again() -> None:
+    opened = Open(_ROW, tuple(engine_ids_of(_ROW, 1024)))
+    assert read(MAGIC + encode_record(opened)) == ([opened], 0)

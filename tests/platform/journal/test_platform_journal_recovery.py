@@ -362,7 +362,7 @@ def test_the_background_goes_on_after_a_fault(bench: Bench, monkeypatch: pytest.
     async def work() -> None:
         ledger = await bench.started()
         recovery = Recovery(ledger, bench.engine, RecoveryTimes(look_every=0.001))
-        faults: list[Exception] = [OSError(errno.EIO, "I/O error"), UsageNotRecorded("full")]
+        faults: list[Exception] = [OSError(errno.EIO, "I/O error"), UsageNotRecorded("full"), AssertionError("nobody foresaw it")]
         calls = asyncio.Event()
 
         async def recover() -> None:
@@ -372,7 +372,8 @@ def test_the_background_goes_on_after_a_fault(bench: Bench, monkeypatch: pytest.
 
         monkeypatch.setattr(recovery, "recover", recover)
         async with recovering(recovery):
-            await calls.wait()
+            async with asyncio.timeout(5):
+                await calls.wait()
         with contextlib.suppress(UsageNotRecorded):
             await ledger.close()
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import numpy as np
 import pytest
 
 from graftwork_adapters.base_spec import BaseSpec
 from graftwork_adapters.keys import AdapterDigest, packed_key, packed_path, upload_prefix
+from graftwork_adapters.packed import PackedIndex, write_packed
 from graftwork_adapters.publish_job import PublishJob, PublishResult
 from graftwork_adapters.report import Report
 from graftwork_adapters.store import ObjectStore
@@ -26,7 +28,7 @@ from graftwork_platform.publishing.leases import PublishTiming
 from graftwork_platform.publishing.manifest import FileEntry
 from graftwork_platform.settings import Settings
 
-QUICK = PublishTiming(lease=15.0, poll=0.01, retry_pause=0.01, sweep=1000.0)
+QUICK = PublishTiming(lease=15.0, poll=0.01, retry_pause=0.01, outage_pause=0.01, outage=0.0, sweep=1000.0)
 
 
 @dataclass
@@ -53,10 +55,11 @@ class Steer:
             report.fail("config", "r", "rank 512 is over 256", "train it again")
             return PublishResult(ok=False, report=report)
         digest = AdapterDigest(hashlib.sha256((job.upload_dir / "adapter_model.safetensors").read_bytes()).hexdigest())
-        job.out_path.write_bytes(b"packed " + digest.encode())
+        key = packed_key(digest, job.spec.base_id, job.row_type)
+        index = PackedIndex(key, digest, job.spec.base_id, job.row_type, (), ())
+        write_packed(job.out_path, index, np.empty(0, np.uint8))
         report.passed("tensors", "applied 2 of 2 tensors")
         files = tuple(sorted(p.relative_to(job.upload_dir).as_posix() for p in job.upload_dir.rglob("*") if p.is_file()))
-        key = packed_key(digest, job.spec.base_id, job.row_type)
         return PublishResult(ok=True, report=report, digest=digest, packed_key=key, files=files)
 
 

@@ -17,6 +17,7 @@ from graftwork_platform.errors import BadRequest, Conflict, PlatformError, Servi
 from graftwork_platform.ids import uuid7
 from graftwork_platform.publishing.incoming import Incoming
 from graftwork_platform.publishing.manifest import FileEntry, parts_of
+from graftwork_platform.publishing.store_threads import StoreThreads
 
 Play = Callable[..., None]
 
@@ -170,9 +171,11 @@ def test_uploads_expire_whichever_server_took_their_parts_and_young_ones_are_lef
 @pytest.fixture
 def incoming(tmp_path: Path) -> tuple[Incoming, Incoming]:
     """Of two servers."""
-    return Incoming(FolderStore(tmp_path / "objects"), tmp_path / "one"), Incoming(
-        FolderStore(tmp_path / "objects"), tmp_path / "two"
-    )
+    return of_server(tmp_path, "one"), of_server(tmp_path, "two")
+
+
+def of_server(folder: Path, name: str) -> Incoming:
+    return Incoming(FolderStore(folder / "objects"), folder / name, StoreThreads())
 
 
 def entry(content: bytes, path: str = "weights") -> FileEntry:
@@ -255,7 +258,7 @@ def test_what_a_dead_process_left_on_the_local_disk_goes_and_what_lives_stays(
         await incoming[0].receive(upload, [file], parts_of(file, PART)[0], body_of(b"x"))
         folder = incoming[0].folder(upload, [file], PART)
         (tmp_path / "one" / "left-by-a-crash").mkdir()
-        Incoming(FolderStore(tmp_path / "objects"), tmp_path / "one").sweep_local()  # another process on the same folder
+        of_server(tmp_path, "one").sweep_local()  # another process on the same folder
         assert not (tmp_path / "one" / "left-by-a-crash").exists()
         assert (folder / "weights").read_bytes() == b"x"
         incoming[0].close()

@@ -138,6 +138,17 @@ def test_without_a_key_the_next_step_is_to_give_one(s3_config, monkeypatch, tmp_
     assert "has no credentials" in str(refused(s3_config))
 
 
+@pytest.mark.parametrize("missing", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+def test_half_of_a_key_pair_is_told_as_such(s3_config, monkeypatch, tmp_path, missing):
+    monkeypatch.delenv(missing)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    found = refused(s3_config)
+    assert isinstance(found, StoreUnavailable)
+    assert missing in found.fix
+
+
 def test_a_bucket_that_is_not_there(s3_config, tmp_path):
     config = replace(s3_config, url="s3://no-such-bucket/x")
     assert "bucket is not there" in str(refused(config))

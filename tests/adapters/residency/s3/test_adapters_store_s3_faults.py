@@ -43,7 +43,7 @@ def stored(store, source):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_fetch_goes_on_where_the_body_was_cut(stored, through, proxy, fault, dest, place):
-    """B157: short reads at the first, middle and last chunk."""
+    """runai-model-streamer#170: short reads at the first, middle and last chunk."""
     proxy.faults = [fault("cut", "GET", at=place)]
     through().fetch("packed/a", dest)
     assert dest.read_bytes() == BLOB
@@ -92,7 +92,7 @@ def test_what_does_not_pass_is_store_unavailable_and_leaves_no_file(stored, thro
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_server_that_falls_silent_is_given_up_by_the_deadline(stored, through, proxy, fault, hasty, dest, place):
-    """B098: a load that never answers."""
+    """prime-rl#2230: a load that never answers."""
     proxy.faults = [fault("hang", at=place), fault("hang", times=ALWAYS)]
     store = through(hasty)
     began = time.monotonic()
@@ -103,7 +103,7 @@ def test_a_server_that_falls_silent_is_given_up_by_the_deadline(stored, through,
 
 
 def test_a_server_that_accepts_and_never_answers_stops_no_call_for_ever(through, proxy, fault, hasty, source, dest):
-    """B098. What the proxy holds back is the whole answer."""
+    """prime-rl#2230. What the proxy holds back is the whole answer."""
     proxy.faults = [fault("hang", times=ALWAYS, at=0)]
     proxy.mute = True
     store = through(hasty)

@@ -32,7 +32,7 @@ def files(folder):
 
 
 def test_fifty_fetches_of_one_key_make_one_request(packed, through, proxy, tmp_path):
-    """B088."""
+    """dynamo#5184, vllm#20636: parallel loads of one adapter collided."""
     fetcher = Fetcher(through(), tmp_path / "cache", GENEROUS)
     start = threading.Barrier(50)
 
@@ -48,7 +48,7 @@ def test_fifty_fetches_of_one_key_make_one_request(packed, through, proxy, tmp_p
 
 
 def test_a_download_that_is_cut_never_becomes_a_cache_entry(packed, through, proxy, fault, tmp_path):
-    """B154."""
+    """lorax#210: a partial download was used for ever."""
     fetcher = Fetcher(through(), tmp_path / "cache", GENEROUS)
     proxy.faults = [fault("cut", at=500_000), fault(503, times=1 << 30)]
     with pytest.raises(StoreUnavailable):
@@ -71,7 +71,7 @@ Fetcher(store, pathlib.Path(sys.argv[3]), 1 << 30).fetch(sys.argv[4])
 def test_a_process_killed_in_the_middle_of_a_download_leaves_nothing_that_is_used(
     packed, s3_config, through, proxy, fault, tmp_path
 ):
-    """B154: kill -9, then another start on the same folder."""
+    """lorax#210: kill -9, then another start on the same folder."""
     cache = tmp_path / "cache"
     proxy.faults = [fault("hang", "GET", at=500_000)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,0 +1,55 @@
+"""Where a server keeps things, as flags of the command line: the same for whoever serves and whoever looks. Opens nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graftwork_adapters.store import StoreConfig
+
+DatabaseUrl = Annotated[
+    str,
+    typer.Option(
+        "--database-url", envvar="GRAFTWORK_DATABASE_URL", help="PostgreSQL or SQLite; by default a SQLite file in DATA_DIR."
+    ),
+]
+ObjectStoreUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--object-store", metavar="URL", help="Of adapters: a folder or s3://BUCKET/PREFIX; by default a folder in DATA_DIR."
+    ),
+]
+S3Endpoint = Annotated[str | None, typer.Option("--s3-endpoint", metavar="URL", help="An S3-compatible server; AWS by default.")]
+S3Region = Annotated[str | None, typer.Option("--s3-region", help="Region of the bucket.")]
+S3PathStyle = Annotated[
+    bool | None,
+    typer.Option(
+        "--s3-path-style/--no-s3-path-style",
+        help="Bucket in the path of the URL and not in the host; by default with --s3-endpoint.",
+    ),
+]
+S3CaBundle = Annotated[
+    Path | None, typer.Option("--s3-ca-bundle", help="PEM file that the endpoint's certificate is checked against.")
+]
+SecretsDir = Annotated[
+    Path | None, typer.Option("--secrets-dir", help="Folder of the server's secrets; DATA_DIR/secrets by default.")
+]
+
+
+class UselessOption(Exception):
+    """An option that the others leave without effect; the message says with which it has one."""
+
+
+def store_config(
+    url: str | None, endpoint: str | None, region: str | None, path_style: bool | None, ca_bundle: Path | None
+) -> StoreConfig | None:
+    """The object store that the flags name; None: the data directory's own. Raises `UselessOption`."""
+    is_s3 = url is not None and url.startswith("s3://")
+    if not is_s3 and (endpoint, region, path_style, ca_bundle) != (None,) * 4:
+        raise UselessOption("S3 settings are of use with --object-store s3://BUCKET/PREFIX only")
+    if url is None:
+        return None
+    place = url if "://" in url else str(Path(url).absolute())
+    return StoreConfig(place, endpoint, region, path_style, None if ca_bundle is None else str(ca_bundle.absolute()))
