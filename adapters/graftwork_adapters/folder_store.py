@@ -115,8 +115,8 @@ class FolderStore:
 
 def check_folder(root: Path) -> None:
     """Raises `StoreUnavailable` unless the folder is there and can be read and written. Changes nothing."""
-    with _unavailable_on_os_error("the store's folder"):
-        next(os.scandir(root), None)
+    with _unavailable_on_os_error("the store's folder"), os.scandir(root) as entries:
+        next(entries, None)
     if not os.access(root, os.W_OK | os.X_OK):
         raise StoreUnavailable("the object store's folder cannot be written", fix="give it back to the server's user")
 

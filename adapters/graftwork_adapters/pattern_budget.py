@@ -89,6 +89,7 @@ class PatternBudget:
             signal.signal(signal.SIGVTALRM, handler)
 
     def _interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+        self._left = 0.0  # the timer counts the whole process: this thread alone may have used less
         raise self._too_slow()
 
     def _too_slow(self) -> PatternTooSlow:

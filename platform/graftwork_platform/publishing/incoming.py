@@ -95,7 +95,7 @@ class Incoming:
                         if part.file == index:
                             self._store.delete(part.key)
                     raise _checksum_mismatch(file.path)
-            self._release(upload_id)
+            self.release(upload_id)
             self._folders[upload_id] = (scratch / "files", stack.pop_all())
 
     def folder(self, upload_id: UUID, files: Sequence[FileEntry], part_bytes: int) -> Path:
@@ -104,9 +104,14 @@ class Incoming:
             self.assemble(upload_id, files, part_bytes)
         return self._folders[upload_id][0]
 
+    def release(self, upload_id: UUID) -> None:
+        """Remove what was assembled here, since another server publishes it. Blocks on disk."""
+        if (kept := self._folders.pop(upload_id, None)) is not None:
+            kept[1].close()
+
     def drop(self, upload_id: UUID) -> None:
         """Forget an upload's bytes. Blocks on store and disk."""
-        self._release(upload_id)
+        self.release(upload_id)
         for key in list(self._store.list_keys(f"{_ROOT}{upload_id.hex}/")):
             self._store.delete(key)
 
@@ -118,7 +123,7 @@ class Incoming:
         kept, young = set(keep), now - _CLOCK_SLACK_MS
         for upload_id in list(self._folders):  # a copy: other threads assemble and drop meanwhile
             if upload_id not in kept and unix_millis(upload_id) < young:
-                self._release(upload_id)
+                self.release(upload_id)
         for key in list(self._store.list_keys(_ROOT)):
             named = _PART_KEY.fullmatch(key)
             if named and (upload_id := UUID(hex=named["upload"])) not in kept and unix_millis(upload_id) < young:
@@ -131,7 +136,7 @@ class Incoming:
     def close(self) -> None:
         """Remove this process's local files; what is in the store stays. Blocks on disk."""
         for upload_id in list(self._folders):
-            self._release(upload_id)
+            self.release(upload_id)
 
     def _store_part(self, upload_id: UUID, index: int, number: int, source: Path) -> str:
         older = [part for part in self._parts(upload_id) if (part.file, part.number) == (index, number)]
@@ -161,10 +166,6 @@ class Incoming:
                         out.write(chunk)
                 scratch.unlink()
         return digest.hexdigest()
-
-    def _release(self, upload_id: UUID) -> None:
-        if (kept := self._folders.pop(upload_id, None)) is not None:
-            kept[1].close()
 
 
 def _newest(stored: Sequence[_StoredPart]) -> dict[tuple[int, int], _StoredPart]:

@@ -151,6 +151,8 @@ class Publisher:
                 if lease is not None:
                     await self._publish_leased(lease)
                     self._leases.ended(lease)
+                else:  # another server has it; what was assembled here is of no use
+                    await self._threads.run(self._incoming.release, upload_id)
         except DatabaseUnavailable as error:  # it is taken up again
             _log.warning("%s cannot be taken up: %s", show("up", upload_id), error)
         finally:
@@ -162,6 +164,7 @@ class Publisher:
         except LeaseLost as error:
             _log.warning("%s: another server has taken the publication over", error)
             self._outages.pop(lease.upload_id, None)
+            await self._threads.run(self._incoming.release, lease.upload_id)
             return
         except _FAULTS as error:
             _tell(f"attempt {lease.attempt} to publish {show('up', lease.upload_id)} failed", error)

@@ -225,3 +225,20 @@ def test_an_upload_that_stops_every_server_is_given_up_with_what_is_known(play: 
         assert "the disk is full" in version.report[0]["message"]
 
     play(scene, now=lambda: clock[0], publish=PublishLimits(max_attempts=2))
+
+
+def test_a_server_whose_upload_another_one_took_keeps_no_copy_of_it(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(tenant: UUID, one: Any, two: Any) -> None:
+        two.publish.go.clear()
+        with monkeypatch.context() as late:
+            late.setattr(one.services.publisher, "submit", lambda _upload: None)
+            upload = await one.submit(tenant)
+            assert any(one.services.settings.uploads_dir.iterdir())
+            await until(lambda: two.publish.began == 1)
+        one.services.publisher.submit(upload)
+        await until(lambda: not any(one.services.settings.uploads_dir.iterdir()))
+        two.publish.go.set()
+        assert (await one.ended(tenant, upload)).state == "ready"
+        assert one.publish.began == 0
+
+    play(scene)

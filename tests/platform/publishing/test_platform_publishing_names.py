@@ -103,6 +103,7 @@ def test_names_that_would_need_cleaning_are_refused_and_touch_nothing(admin: Any
     for taken in ("support", "a", "x"):
         assert admin.push(tenant, name=taken)["state"] == "ready"
     admin.until(lambda: not any(admin.services.settings.uploads_dir.iterdir()))
+    admin.until(lambda: not any(admin.services.store.list_keys("incoming/")))
     before = objects(admin)
     for name in [*ESCAPES, *LOOK_ALIKES, *OTHER_CASES]:
         upload = admin.start_upload(tenant, FILES, name)
