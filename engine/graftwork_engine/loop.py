@@ -72,14 +72,14 @@ class EngineLoop:
 
     def __init__(self, assembly: Assembly, server: EngineServer, epoch: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._core, self._stats, self._server, self._epoch, self._clock = assembly.core, assembly.stats, server, epoch, clock
-        self._stopping = threading.Event()
+        self._stopping = False  # no Event, whose lock a signal handler could wait for in vain
         self._step_started: float | None = None
         self._recount = IdleRecount(self._check, clock)
         self._core.on_running = lambda ids: server.send(Running(epoch, list(ids)))
 
     def stop(self) -> None:
         """Ask the loop to end after its current step; may be called from a signal handler."""
-        self._stopping.set()
+        self._stopping = True
         self._server.inbox.put(None)
 
     @property
@@ -92,7 +92,7 @@ class EngineLoop:
         """Serve until `stop`; whatever the core raises ends the process."""
         next_stats = self._clock()
         rest = 0.0
-        while not self._stopping.is_set():
+        while not self._stopping:
             anything_new = self._take_in(rest)
             progressed = False
             if anything_new or self._core.has_work:

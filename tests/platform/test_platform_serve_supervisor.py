@@ -131,3 +131,22 @@ def test_the_engines_socket_lies_beside_the_data_unless_that_path_is_too_long(tm
         assert len(str(folder / "engine")) < 107
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not folder.exists()
+
+
+SIGNALLED = """
+import random, signal
+from graftwork_platform.serve import supervisor
+supervisor.POLL_S = 0.0001
+rng = random.Random(1)
+for _ in range(1500):
+    supervised = supervisor.Supervisor([])
+    signal.signal(signal.SIGALRM, lambda *_: supervised.request_stop())
+    signal.setitimer(signal.ITIMER_REAL, 0.00005 + rng.random() * 0.0005)
+    supervised.run()
+"""
+
+
+def test_a_signal_at_any_moment_stops_it() -> None:
+    """A handler that takes a lock waits for ever if it interrupts the holder of that lock: Ctrl-C then does nothing."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=60, check=False)
+    assert done.returncode == 0

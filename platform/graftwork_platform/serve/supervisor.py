@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -97,25 +96,25 @@ class Supervisor:
 
     def __init__(self, children: Sequence[Child], clock: Callable[[], float] = time.monotonic) -> None:
         self._children, self._clock = list(children), clock
-        self._stopping = threading.Event()
+        self._stopping = False  # no Event: a signal handler that sets one waits for ever if it interrupts the Event's own code
 
     def request_stop(self) -> None:
         """Ask `run` to end; may be called from a signal handler or another thread."""
-        self._stopping.set()
+        self._stopping = True
 
     @property
     def stopping(self) -> bool:
         """True once a stop was asked for."""
-        return self._stopping.is_set()
+        return self._stopping
 
     def run(self) -> None:
         """Look after the children until `request_stop`; raises `ChildFailed`. The children have ended when it returns or raises."""
         try:
-            while not self._stopping.is_set():
+            while not self._stopping:
                 for child in self._children:
                     child.look_after(self._clock())
-                self._stopping.wait(POLL_S)
+                time.sleep(POLL_S)
         finally:
-            self._stopping.set()
+            self._stopping = True
             for child in reversed(self._children):
                 child.stop()
