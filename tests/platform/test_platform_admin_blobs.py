@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from graftwork_adapters.errors import BlobCorrupt, BlobNotFound, StoreUnavailable
 from graftwork_adapters.folder_store import FolderStore
 from graftwork_adapters.keys import AdapterDigest, packed_key, packed_path, upload_prefix
+from graftwork_platform.publishing import blob_records
 
 StartAdmin = Callable[..., AbstractContextManager[Any]]
 
@@ -174,13 +176,37 @@ def test_a_store_that_is_away_does_not_keep_the_server_from_starting(
         digest = AdapterDigest(admin.push(admin.tenant(), b"one")["version"]["digest"])
         admin.call("DELETE", "/tenants/acme/adapters/support")
 
-    def away(*_arguments: Any) -> None:
+    refused: list[str] = []
+
+    def away(_store: FolderStore, key: str) -> None:
+        refused.append(key)
         raise StoreUnavailable("the store is away")
 
     with monkeypatch.context() as patched:
         patched.setattr(FolderStore, "delete", away)
         with start_admin(request_timeout=0.0) as admin:
             assert admin.call("GET", "/tenants/acme").status_code == 200
+            admin.until(lambda: bool(refused) and not admin.run(admin.services.database.run_read, blob_records.sweeps))
             assert len(list(admin.services.store.list_keys(upload_prefix(digest)))) == 2
     with start_admin(request_timeout=0.0) as admin:
-        assert list(admin.services.store.list_keys(upload_prefix(digest))) == []
+        admin.until(lambda: list(admin.services.store.list_keys(upload_prefix(digest))) == [])
+
+
+def test_a_store_that_hangs_does_not_hold_the_start_up(start_admin: StartAdmin, monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_admin() as admin:
+        admin.push(admin.tenant(), b"one")
+        admin.call("DELETE", "/tenants/acme/adapters/support")
+    asked, answers = threading.Event(), threading.Event()
+    delete = FolderStore.delete
+
+    def hang(store: FolderStore, key: str) -> None:
+        asked.set()
+        assert answers.wait(30)
+        delete(store, key)
+
+    monkeypatch.setattr(FolderStore, "delete", hang)
+    with start_admin(request_timeout=0.0) as admin:
+        assert admin.call("GET", "/tenants/acme").status_code == 200
+        assert asked.wait(10), "the sweep begins with the server"
+        assert admin.call("GET", "/tenants/acme").status_code == 200
+        answers.set()

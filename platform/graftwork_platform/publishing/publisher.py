@@ -95,12 +95,13 @@ class Publisher:
         self._outages: dict[UUID, float] = {}  # uploads that wait for the store or database, and since when on the monotonic clock
 
     async def start(self) -> None:
-        """Sweep what a crash left, then from time to time sweep again and take up publications that nobody runs."""
+        """Sweep what a crash left here, then in the background, and from time to time again, what is left in the store, and take
+        up publications that nobody runs. A store that hangs does not hold the start up.
+        """
         await asyncio.to_thread(sweep_scratch, self._scratch)
         await asyncio.to_thread(self._incoming.sweep_local)
-        await _whatever_happens(self.sweep)
         self._spawn(_for_ever(self._take_up, self._timing.poll), "take up publications")
-        self._spawn(_for_ever(self.sweep, self._timing.sweep, wait_first=True), "sweep uploads")
+        self._spawn(_for_ever(self.sweep, self._timing.sweep), "sweep uploads")
 
     async def close(self) -> None:
         """Stop; running publications are given back, for another server or the next start."""
@@ -264,9 +265,7 @@ class Publisher:
             _log.error("background task %r ended", task.get_name(), exc_info=error)
 
 
-async def _for_ever(work: Callable[[], Awaitable[None]], pause: float, *, wait_first: bool = False) -> None:
-    if wait_first:
-        await asyncio.sleep(pause)
+async def _for_ever(work: Callable[[], Awaitable[None]], pause: float) -> None:
     while True:
         try:
             await _whatever_happens(work)
