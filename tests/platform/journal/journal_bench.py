@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,3 +208,13 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
         return real(descriptor, bytes(data[:taken]))
 
     monkeypatch.setattr("graftwork_platform.journal.segments.os.write", write)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    """In a loop of its own, for so long and no longer."""
+
+    async def within() -> None:
+        async with asyncio.timeout(20):
+            await work()
+
+    asyncio.run(within())

@@ -9,30 +9,16 @@ import asyncio
 import errno
 import itertools
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_bench import Bench, engine_ids_of, fail_writes, kill, make_row, settled
+from journal_bench import Bench, engine_ids_of, fail_writes, kill, make_row, run, settled
 
 from graftwork_platform.journal.ledger import UsageEntry, UsageLedger
 from graftwork_platform.journal.records import MAGIC, MAX_PAYLOAD, Checkpoint, Close, Count, Open, Reading, Record
 from graftwork_platform.models import UsageStatus
 from graftwork_platform.usage import UsageNotRecorded, UsageRow
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path / "data" / "journal")
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def within() -> None:
-        async with asyncio.timeout(20):
-            await work()
-
-    asyncio.run(within())
 
 
 def open_one(ledger: UsageLedger, **changes: Any) -> tuple[UsageRow, UsageEntry]:

@@ -7,31 +7,17 @@ import contextlib
 import errno
 import logging
 import shutil
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_bench import TIMES, Bench, engine_ids_of, kill, make_row
+from journal_bench import TIMES, Bench, engine_ids_of, kill, make_row, run
 
 from graftwork_platform.journal.ledger import UsageEntry, UsageLedger
 from graftwork_platform.journal.recovery import Recovery, RecoveryTimes, recovering
 from graftwork_platform.journal.segments import JournalFolder
 from graftwork_platform.models import UsageStatus
 from graftwork_platform.usage import UsageNotRecorded, UsageRow
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path / "data" / "journal")
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def within() -> None:
-        async with asyncio.timeout(20):
-            await work()
-
-    asyncio.run(within())
 
 
 def open_one(ledger: UsageLedger, engine_requests: int = 1, **changes: Any) -> tuple[UsageRow, UsageEntry, list[str]]:

@@ -5,27 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from journal_bench import Bench, fail_writes, kill
+from journal_bench import Bench, fail_writes, kill, run
 
 from graftwork_platform.journal.records import MAGIC
 from graftwork_platform.journal.segments import JournalFolder, Segment, take_dead
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path / "data" / "journal")
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def within() -> None:
-        async with asyncio.timeout(20):
-            await work()
-
-    asyncio.run(within())
 
 
 def test_a_living_journal_is_nobody_elses(bench: Bench) -> None:
