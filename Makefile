@@ -115,9 +115,13 @@ arch: setup-dev ## who may import whom
 hooks: setup-dev ## run lint, types and architecture at every commit
 	$(BIN)/pre-commit install
 
-bench: setup ## measure a server that `make serve` started: one stream, then eight over base and adapters
-	for load in "--models default --requests 4 --concurrency 1" "--models default,SmolLM2-135M-Instruct --requests 16 --concurrency 8"; do \
-	  $(PY) benchmarks/load.py --url http://127.0.0.1:$(PORT) --key "$$(cat "$(DATA_DIR)/demo/acme-support.key")" --output 32 $$load; done
+BENCH_RESULTS ?= $(DATA_DIR)/bench
+
+bench: setup base ## a short run of the benchmarks: kernels, the engine's overhead, and our adapters beside our base
+	$(PY) benchmarks/kernels.py --base "$(BASE)" --budget 0.5 --out "$(BENCH_RESULTS)/kernels.json"
+	$(PY) benchmarks/step.py
+	$(PY) benchmarks/serving.py --base "$(BASE)" --rows base-1,base-8,8x8 --repeats 3 --requests-per-stream 2 --output 32 \
+	  --out "$(BENCH_RESULTS)/serving.json"
 
 lm-eval: setup-dev base $(LM_EVAL)/.ready ## log likelihoods by lm-eval beside Hugging Face's own, fp32, for the base and an adapter
 	$(PY) benchmarks/lm_eval/compare.py --base "$(BASE)" --lm-eval $(LM_EVAL)/bin/lm-eval

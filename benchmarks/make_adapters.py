@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -25,8 +27,15 @@ def projection_shapes(base: Path) -> dict[str, list[int]]:
     return shapes
 
 
+def vocabulary(base: Path) -> int:
+    """Token ids of a base are below it."""
+    return int(json.loads((base / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+
+
 def write_adapter(folder: Path, shapes: dict[str, list[int]], rank: int, seed: int) -> None:
     """One adapter in bfloat16 on all projections."""
+    from peft import LoraConfig  # takes seconds, and every benchmark imports this module
+
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for module, (out_features, in_features) in shapes.items():
         prefix = f"base_model.model.{module}"
@@ -35,24 +44,38 @@ def write_adapter(folder: Path, shapes: dict[str, list[int]], rank: int, seed: i
     folder.mkdir(parents=True, exist_ok=True)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), task_type="CAUSAL_LM", inference_mode=True)
     config.save_pretrained(folder)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    unfinished = folder / ".unfinished"
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    unfinished.rename(folder / "adapter_model.safetensors")
 
 
-def main() -> None:
+def write_adapters(base: Path, out: Path, count: int, ranks: Sequence[int], stem: str = "a") -> list[Path]:
+    """``out``/``stem``0 and so on, ranks dealt in turn; those that are there are kept. Raises ValueError for no base."""
+    shapes = projection_shapes(base)
+    if not shapes:
+        raise ValueError(f"{base} holds no decoder projections; name a folder of a base model in Hugging Face's format")
+    folders = [out / f"{stem}{i}" for i in range(count)]
+    for i, folder in enumerate(folders):
+        if not (folder / "adapter_model.safetensors").exists():
+            write_adapter(folder, shapes, ranks[i % len(ranks)], seed=i)
+    return folders
+
+
+def main(arguments: Sequence[str]) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("base", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = argparse.ArgumentParser(description="Write random PEFT adapters for load tests.")
+    parser.add_argument("base", type=Path, help="the base model's folder")
+    parser.add_argument("out", type=Path, help="adapters are written to OUT/a0 and so on")
     parser.add_argument("count", type=int)
     parser.add_argument("--ranks", default="16", help="comma list, dealt in turn")
-    options = parser.parse_args()
-    shapes = projection_shapes(options.base)
-    if not shapes:
-        parser.error(f"{options.base} holds no decoder projections")
-    ranks = [int(rank) for rank in options.ranks.split(",")]
-    for i in range(options.count):
-        write_adapter(options.out / f"a{i}", shapes, ranks[i % len(ranks)], seed=i)
+    options = parser.parse_args(arguments)
+    try:
+        ranks = [int(rank) for rank in options.ranks.split(",")]
+        write_adapters(options.base, options.out, options.count, ranks)
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

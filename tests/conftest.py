@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from uuid import uuid4
 
@@ -10,7 +11,11 @@ import pytest
 from dev_servers import postgres, seaweedfs
 from graftwork_adapters.store import StoreConfig
 
-pytest_plugins = ["property_budget", "serving"]
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+"""Read when OpenMP is loaded, for child processes too. Its own number makes a waiting thread hold a core that others want: tests on
+few cores then take several times as long."""
+
+pytest_plugins = ["compiled_kernels", "property_budget", "serving"]
 
 
 @pytest.fixture(scope="session")

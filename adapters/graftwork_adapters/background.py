@@ -18,10 +18,26 @@ class Background:
         self._on_change = on_change
         self._finished: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
-    def start(self, executor: Executor, job: Callable[[], T], take_in: Callable[[Future[T]], None]) -> None:
-        """Run ``job`` on the executor; a later call of this object's `take_in` passes the finished future to ``take_in``."""
+    def start(
+        self,
+        executor: Executor,
+        job: Callable[[], T],
+        take_in: Callable[[Future[T]], None],
+        started_by_job: Callable[[], Future[None] | None] = lambda: None,
+    ) -> None:
+        """Run ``job`` on the executor; a later call of this object's `take_in` passes the finished future to ``take_in``.
+
+        Where the job has started another one, which ``started_by_job`` then tells, both must have finished.
+        """
 
         def finished(future: Future[T]) -> None:
+            other = started_by_job()
+            if other is None:
+                hand_over(future)
+            else:
+                other.add_done_callback(lambda _: hand_over(future))
+
+        def hand_over(future: Future[T]) -> None:
             if not future.cancelled():
                 self._finished.put(partial(take_in, future))
                 if self._on_change is not None:

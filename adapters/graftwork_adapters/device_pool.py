@@ -14,7 +14,7 @@ from graftwork_adapters.errors import BlobCorrupt
 from graftwork_adapters.fetcher import HostAdapter
 from graftwork_adapters.keys import RowTypeName
 from graftwork_adapters.packed import ABSENT, ROW_ALIGNMENT, PackedIndex
-from graftwork_adapters.page_table import PageLayout, PageTable, Placement, page_size, plan_pages, row_numbers
+from graftwork_adapters.page_table import Extent, PageLayout, PageTable, Placement, page_size, plan_pages, row_numbers
 
 NUM_SITE_FIELDS = 6
 """Columns of a site record: first A row, first B row, rank, row type, scale row, bias row."""
@@ -65,6 +65,7 @@ class DevicePool:
             min(num_pages, 1024) if max_adapters is None else max_adapters,
         )
         self._num_sites = num_sites
+        self._max_row_bytes = max_row_bytes
         self._device = torch.device(device)
         no_site = torch.tensor(_NO_SITE, dtype=torch.int64, device=self._device)
         self.tensors = PoolTensors(
@@ -73,6 +74,7 @@ class DevicePool:
             sites=no_site.repeat(self.table.max_adapters, num_sites, 1),
         )
         self._no_sites = no_site.repeat(num_sites, 1)
+        self._host_view = self.tensors.pool.numpy() if self._device.type == "cpu" else None
         # Copies run beside the step's kernels, on a stream of their own, and are complete when `write` returns.
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -99,9 +101,17 @@ class DevicePool:
         self.table.check_fits(f"adapter {index.key}", layout, self.page_bytes)
         return layout
 
-    def place(self, layout: PageLayout) -> Placement | None:
+    def most_needed(self, num_bytes: int) -> Extent:
+        """The room for an adapter of which no more than the size is known."""
+        return self.table.most_needed(num_bytes, self.page_bytes, self._max_row_bytes)
+
+    def place(self, extent: Extent) -> Placement | None:
         """Take pages, row numbers and an index for an adapter; None if they are not free now."""
-        return self.table.place(layout)
+        return self.table.place(extent)
+
+    def trim(self, placement: Placement, extent: Extent) -> Placement:
+        """Give back what an adapter turned out not to need; the rest of its place."""
+        return self.table.trim(placement, extent)
 
     def free(self, placement: Placement) -> None:
         """Give them back. The index's site records are reset by the next `clear` or `write`."""
@@ -115,18 +125,28 @@ class DevicePool:
         self._finish()
 
     def write(self, placement: Placement, layout: PageLayout, adapter: HostAdapter) -> None:
-        """Copy an adapter's rows into its pages and write the tables that lead to them; everything is there when it returns."""
+        """Copy an adapter's rows into its pages and write the tables that lead to them; everything is there when it returns.
+
+        One copy a page and one for each table, however many rows and sites there are.
+        """
         pages = np.array(placement.pages, dtype=np.int64)
         offsets = pages[layout.row_page] * self.page_bytes + layout.row_start
-        rows = torch.from_numpy(adapter.rows)
         first, end = placement.first_row, placement.first_row + placement.num_rows
         with torch.cuda.stream(self._stream):
             for page, (start, length) in zip(placement.pages, layout.page_runs, strict=True):
-                target = page * self.page_bytes
-                self.tensors.pool[target : target + length].copy_(rows[start : start + length], non_blocking=True)
+                self._copy_to_page(page, adapter.rows[start : start + length])
             self.tensors.row_offset[first:end].copy_(torch.from_numpy(offsets))
             self.tensors.sites[placement.index].copy_(torch.from_numpy(self._site_records(adapter.index, first)))
         self._finish()
+
+    def _copy_to_page(self, page: int, rows: npt.NDArray[np.uint8]) -> None:
+        start, end = page * self.page_bytes, page * self.page_bytes + len(rows)
+        if self._host_view is None:
+            self.tensors.pool[start:end].copy_(torch.from_numpy(rows), non_blocking=True)
+        else:
+            # Not by torch, which shares a copy of this size out to threads of this thread's own: they would take the cores from
+            # the step that runs meanwhile.
+            np.copyto(self._host_view[start:end], rows)
 
     def discrepancies(self, live: Mapping[str, Placement], complete: Collection[str]) -> list[str]:
         """Recount pages, row numbers and indices, given every adapter's placement by key; empty when all is well.
@@ -153,12 +173,9 @@ class DevicePool:
 
     def _site_records(self, index: PackedIndex, first_row: int) -> npt.NDArray[np.int64]:
         records = np.tile(np.array(_NO_SITE, dtype=np.int64), (self._num_sites, 1))
-        code = ROW_TYPE_CODE[index.row_type]
-        for site in index.sites:
-            a, b, scale, bias = (
-                row if row == ABSENT else first_row + row for row in (site.a_row, site.b_row, site.scale_row, site.bias_row)
-            )
-            records[site.index] = (a, b, site.rank, code, scale, bias)
+        number, rank, *rows = index.site_table.T
+        a, b, scale, bias = (np.where(row == ABSENT, ABSENT, first_row + row) for row in rows)
+        records[number] = np.stack([a, b, rank, np.full_like(rank, ROW_TYPE_CODE[index.row_type]), scale, bias], axis=1)
         return records
 
     def _finish(self) -> None:
@@ -168,16 +185,16 @@ class DevicePool:
 
 def _check_index(index: PackedIndex, num_sites: int) -> None:
     # The rows have a checksum, the index only a key: a wrong one must not send a kernel into another adapter's rows.
-    num_rows = index.num_rows
-    for count, size in index.row_runs:
+    for count, size in set(index.row_runs):
         if count < 1 or size < ROW_ALIGNMENT or size % ROW_ALIGNMENT:
             raise BlobCorrupt(f"packed adapter {index.key} has rows of {size} bytes, {count} times")
-    if len({site.index for site in index.sites}) != len(index.sites):
+    number, rank, a, b, scale, bias = index.site_table.T
+    if len(np.unique(number)) != len(number):
         raise BlobCorrupt(f"packed adapter {index.key} lists a site twice")
-    for site in index.sites:
-        parts = [(row, 1) for row in (site.scale_row, site.bias_row) if row != ABSENT]
-        if site.rank:
-            parts += [(site.a_row, site.rank), (site.b_row, site.rank)]
-        inside = all(row >= 0 and row + length <= num_rows for row, length in parts)
-        if not 0 <= site.index < num_sites or site.rank < 0 or not inside:
-            raise BlobCorrupt(f"packed adapter {index.key}: site {site.index} of {num_sites} points outside its {num_rows} rows")
+    inside = (number >= 0) & (number < num_sites) & (rank >= 0)
+    for rows, length, used in ((scale, 1, scale != ABSENT), (bias, 1, bias != ABSENT), (a, rank, rank != 0), (b, rank, rank != 0)):
+        # Compared with what is left, since a sum of two such numbers might wrap.
+        inside &= ~used | ((rows >= 0) & (length <= index.num_rows) & (rows <= index.num_rows - length))
+    if not inside.all():
+        site = number[~inside][0]
+        raise BlobCorrupt(f"packed adapter {index.key}: site {site} of {num_sites} points outside its {index.num_rows} rows")

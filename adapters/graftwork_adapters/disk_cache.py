@@ -58,10 +58,10 @@ class DiskCache:
             if count > 1:
                 self._pins[key] = count - 1
 
-    def __contains__(self, key: str) -> bool:
-        """True if there is a file of ``key``. Does not touch the disk, and is no use of the file."""
-        with self._lock:
-            return key in self._files
+    def num_bytes_of(self, key: str) -> int | None:
+        """Size of the file of ``key``; None without one. Does not touch the disk, waits for nobody, and is no use of the file."""
+        file = self._files.get(key)
+        return None if file is None else file.num_bytes
 
     def find(self, key: str) -> Path | None:
         """The file of ``key``, which counts as a use of it."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
+BeforeCheck: TypeAlias = Callable[[PackedIndex, npt.NDArray[np.uint8]], None]
+
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
@@ -38,7 +41,8 @@ class Fetcher:
 
     In two halves, so that the caller can make room in memory between them: `fetch` brings the file to the local disk and tells
     its size, `read` brings the rows into memory. Both may ask the store and wait for it as long as it takes; `find` and
-    `read_cached` are the same without that. Every call but `has_cached` blocks: make it from a worker thread, any number at once.
+    `read_cached` are the same without that, and `load_cached` is both in one. Every call but `cached_bytes` blocks: make it from
+    a worker thread, any number at once.
     Concurrent fetches of one key make one request to the store. A cached file that turns out corrupt is fetched again, once.
 
     Errors: `BlobNotFound`, `StoreUnavailable`, and `BlobCorrupt` for what the store has: nothing of it stays on the disk, so that
@@ -59,9 +63,24 @@ class Fetcher:
         """Bytes of the files in the disk cache."""
         return self._disk.num_bytes
 
-    def has_cached(self, key: str) -> bool:
-        """True if the local disk has a file for ``key``, sound or not. Does not block."""
-        return key in self._disk
+    def cached_bytes(self, key: str) -> int | None:
+        """Size of the local disk's file for ``key``, sound or not, which is more than its rows have; None without one. Does not
+        block."""
+        return self._disk.num_bytes_of(key)
+
+    def load_cached(self, key: str, before_check: BeforeCheck | None = None) -> HostAdapter | None:
+        """What `fetch` and `read` do together if the local disk has the file; None if it has none that is sound.
+
+        ``before_check`` is called with the rows as `graftwork_adapters.packed.read_packed` says; that it raises `BlobCorrupt`
+        makes the file an unsound one.
+        """
+        self._disk.pin(key)
+        try:
+            with _unavailable_on_os_error():
+                return self._read_cached(key, before_check)
+        finally:
+            self._disk.unpin(key)
+            self._disk.trim()
 
     def find(self, key: str) -> PackedIndex | None:
         """What `fetch` does if the local disk has the file; None, and nothing kept, if it has none that is sound."""
@@ -86,12 +105,12 @@ class Fetcher:
             undo.pop_all()
             return index
 
-    def read_cached(self, index: PackedIndex) -> HostAdapter | None:
+    def read_cached(self, index: PackedIndex, before_check: BeforeCheck | None = None) -> HostAdapter | None:
         """What `read` does if the local disk has the file; None, and nothing given up, if it has none that is sound any more."""
         with ExitStack() as undo:
             undo.callback(self.abandon, index)
             with _unavailable_on_os_error():
-                adapter = self._read_cached(index.key)
+                adapter = self._read_cached(index.key, before_check)
             if adapter is None:
                 undo.pop_all()
                 return None
@@ -143,12 +162,12 @@ class Fetcher:
             self._disk.discard(key, path)
             return None
 
-    def _read_cached(self, key: str) -> HostAdapter | None:
+    def _read_cached(self, key: str, before_check: BeforeCheck | None = None) -> HostAdapter | None:
         path = self._disk.find(key)
         if path is None:
             return None
         try:
-            return HostAdapter(*read_packed(path, key))
+            return HostAdapter(*read_packed(path, key, before_check))
         except BlobCorrupt:
             self._disk.discard(key, path)
             return None

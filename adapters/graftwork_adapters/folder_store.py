@@ -48,7 +48,7 @@ class FolderStore:
                 raise BlobNotFound(f"the store has no {key}") from error
             with blob, dest.open("xb") as copy:
                 try:
-                    shutil.copyfileobj(blob, copy, 1 << 20)
+                    _copy_all(blob.fileno(), copy.fileno())
                 except OSError:
                     dest.unlink()
                     raise
@@ -124,6 +124,13 @@ def check_folder(root: Path) -> None:
 def _listing_order(entry: os.DirEntry[str]) -> str:
     # Keys are ordered as strings, where "a-b" comes before "a/b".
     return entry.name + "/" if entry.is_dir(follow_symlinks=False) else entry.name
+
+
+def _copy_all(source: int, target: int) -> None:
+    """Copy a file in the kernel, which takes half the time of reading and writing it. Not a link: what befalls the copy would
+    befall the store's."""
+    while os.sendfile(target, source, None, 1 << 30):
+        pass
 
 
 def _sync_folder(folder: Path) -> None:

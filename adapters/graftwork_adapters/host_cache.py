@@ -56,7 +56,12 @@ class HostCache:
         return True
 
     def fill(self, key: str, copy: HostCopy) -> None:
-        """Put the copy into its reservation, which stays pinned."""
+        """Put the copy into its reservation, which stays pinned; what it does not need of that is given back."""
+        num_bytes = copy.adapter.rows.nbytes
+        if num_bytes > self._num_bytes[key]:
+            raise AssertionError(f"adapter {key} has {num_bytes} bytes, {self._num_bytes[key]} were reserved")
+        self.used_bytes -= self._num_bytes[key] - num_bytes
+        self._num_bytes[key] = num_bytes
         self._copies[key] = copy
 
     def cancel(self, key: str) -> None:

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
-from typing import get_args
+from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
 from graftwork_adapters.errors import BlobCorrupt
 from graftwork_adapters.keys import AdapterDigest, PackedKey, RowTypeName, packed_key
@@ -26,7 +30,7 @@ ROW_ALIGNMENT = 64
 
 ABSENT = -1
 
-_UNREADABLE = (SafetensorError, OSError, KeyError, TypeError, ValueError)
+_UNREADABLE = (OSError, ValueError)  # what msgspec raises is a ValueError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +62,18 @@ class PackedIndex:
         counts, sizes = zip(*self.row_runs, strict=True) if self.row_runs else ((), ())
         return np.repeat(np.array(sizes, dtype=np.int64), np.array(counts, dtype=np.int64))
 
-    @property
+    @cached_property
+    def site_table(self) -> npt.NDArray[np.int64]:
+        """The sites as they are, a row each: int64 [sites, fields of `PackedSite`]."""
+        fields = [(s.index, s.rank, s.a_row, s.b_row, s.scale_row, s.bias_row) for s in self.sites]
+        return np.array(fields, dtype=np.int64).reshape(len(fields), 6)
+
+    @cached_property
     def num_rows(self) -> int:
         """Rows of all sites together."""
         return sum(count for count, _ in self.row_runs)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Length of ``rows``."""
         return sum(count * size for count, size in self.row_runs)
@@ -91,52 +101,105 @@ def write_packed(path: Path, index: PackedIndex, rows: npt.NDArray[np.uint8]) ->
 
 def read_index(path: Path, key: str) -> PackedIndex:
     """Read the index of the packed form ``key`` without its rows; raises `BlobCorrupt` unless it belongs to that key and file."""
+    with _opened(path, key) as file:
+        return _read_head(file, key).index
+
+
+def read_packed(
+    path: Path, key: str, before_check: Callable[[PackedIndex, npt.NDArray[np.uint8]], None] | None = None
+) -> tuple[PackedIndex, npt.NDArray[np.uint8]]:
+    """Read and verify the packed form ``key``; raises `BlobCorrupt` unless every byte is what its key and metadata promise.
+
+    The file is opened once and its rows are read once, into memory of their own. ``before_check`` is called with them before
+    their checksum is compared, which takes longer than reading them: it may start to copy them, and must let nobody use the copy
+    unless this function returns. Of the index everything has been verified by then.
+    """
+    with _opened(path, key) as file:
+        head = _read_head(file, key)
+        rows = np.empty(head.index.num_bytes, dtype=np.uint8)
+        # The length was compared before, and is again: the file may have been cut meanwhile.
+        if _read_into(file, rows) != rows.nbytes:
+            raise ValueError("it ends before its rows do")
+    if before_check is not None:
+        before_check(head.index, rows)
+    # At every load, of our own cache's files too: a bit that flipped on the disk, a file that was cut or written to by another
+    # program would be served as a tenant's adapter and nobody could tell. It is no guard against one who may write there.
+    if hashlib.sha256(rows.data).hexdigest() != head.rows_sha256:
+        raise BlobCorrupt(f"packed adapter {key}: the bytes of its rows do not match their checksum")
+    return head.index, rows
+
+
+class _Rows(msgspec.Struct, frozen=True):
+    """The header's entry of the one tensor."""
+
+    dtype: Literal["U8"]
+    shape: tuple[int]
+    data_offsets: tuple[int, int]
+
+
+class _Metadata(msgspec.Struct, frozen=True, rename=lambda name: f"graftwork.{name}"):
+    """What `write_packed` notes beside the tensor."""
+
+    sha256: str
+    index: str
+    index_sha256: str
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The header of a packed file: one tensor and nothing else."""
+
+    rows: _Rows
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What comes before the rows: the verified index, and the checksum that the rows must have."""
+
+    index: PackedIndex
+    rows_sha256: str
+
+
+@contextmanager
+def _opened(path: Path, key: str) -> Iterator[FileIO]:
     try:
-        with safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
-            shape = file.get_slice("rows").get_shape()
-        index_text, checksum = metadata["graftwork.index"], metadata["graftwork.index_sha256"]
-        index = _parse_index(json.loads(index_text))
+        with FileIO(path) as file:
+            yield file
     except _UNREADABLE as error:
         raise BlobCorrupt(f"packed adapter {key} cannot be read: {_reason(error)}") from error
-    if hashlib.sha256(index_text.encode()).hexdigest() != checksum:
+
+
+def _read_head(file: FileIO, key: str) -> _Head:
+    """Read up to where the rows begin. Raises what `_opened` takes for a file that cannot be read, and `BlobCorrupt`."""
+    # By hand: an engine does this for every load while its step waits for the interpreter, so one decoder checks and builds all.
+    num_bytes = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if length > num_bytes - 8:
+        raise ValueError("its header is longer than the file")
+    header = msgspec.json.decode(file.read(length), type=_Header)
+    text = header.metadata.index
+    if hashlib.sha256(text.encode()).hexdigest() != header.metadata.index_sha256:
         raise BlobCorrupt(f"packed adapter {key}: its index does not match its checksum")
+    index = msgspec.json.decode(text, type=PackedIndex)
     if index.key != key or packed_key(index.digest, index.base_id, index.row_type) != key:
         raise BlobCorrupt(f"packed adapter {key} holds another adapter, {index.key}")
-    if shape != [index.num_bytes]:
-        raise BlobCorrupt(f"packed adapter {key} has {shape} bytes of rows, its index says {index.num_bytes}")
-    return index
+    due = index.num_bytes
+    if header.rows.shape != (due,) or header.rows.data_offsets != (0, due) or num_bytes != 8 + length + due:
+        raise BlobCorrupt(
+            f"packed adapter {key} has {num_bytes - 8 - length} bytes of rows, {header.rows.shape[0]} by its header and {due} by "
+            "its index"
+        )
+    return _Head(index, header.metadata.sha256)
 
 
-def read_packed(path: Path, key: str) -> tuple[PackedIndex, npt.NDArray[np.uint8]]:
-    """Read and verify the packed form ``key``; raises `BlobCorrupt` unless every byte is what its key and metadata promise."""
-    index = read_index(path, key)
-    try:
-        with safe_open(path, framework="np") as file:
-            rows = file.get_tensor("rows")
-            checksum = (file.metadata() or {})["graftwork.sha256"]
-    except _UNREADABLE as error:
-        raise BlobCorrupt(f"packed adapter {key} cannot be read: {_reason(error)}") from error
-    if rows.dtype != np.uint8 or hashlib.sha256(rows.data).hexdigest() != checksum:
-        raise BlobCorrupt(f"packed adapter {key}: the bytes of its rows do not match their checksum")
-    return index, rows
+def _read_into(file: FileIO, rows: npt.NDArray[np.uint8]) -> int:
+    """Fill ``rows`` from where the file stands; how many bytes came, fewer only where it ends. One call reads at most 2 GiB."""
+    done = 0
+    while done < rows.nbytes and (count := file.readinto(rows[done:].data)):
+        done += count
+    return done
 
 
 def _reason(error: Exception) -> str:
     # Paths stay out of it: the message may reach a client.
     return (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
-
-
-def _parse_index(raw: dict[str, object]) -> PackedIndex:
-    sites, runs = raw["sites"], raw["row_runs"]
-    row_type: RowTypeName | None = next((name for name in get_args(RowTypeName) if name == raw["row_type"]), None)
-    if not isinstance(sites, list) or not isinstance(runs, list) or row_type is None:
-        raise ValueError("malformed index")
-    return PackedIndex(
-        key=PackedKey(str(raw["key"])),
-        digest=AdapterDigest(str(raw["digest"])),
-        base_id=str(raw["base_id"]),
-        row_type=row_type,
-        sites=tuple(PackedSite(**site) for site in sites),
-        row_runs=tuple((int(count), int(size)) for count, size in runs),
-    )

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from graftwork_adapters.errors import AdapterTooLarge
 from graftwork_adapters.packed import ROW_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much room an adapter takes, wherever that is."""
+
+    num_pages: int
+    num_rows: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,14 +34,9 @@ class PageLayout:
     page_runs: tuple[tuple[int, int], ...]
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the adapter."""
-        return len(self.row_page)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that it takes."""
-        return len(self.page_runs)
+    def extent(self) -> Extent:
+        """The room that it takes."""
+        return Extent(len(self.page_runs), len(self.row_page))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,16 @@ class Placement:
     first_row: int
     num_rows: int
     pages: tuple[int, ...]
+
+    def holds(self, extent: Extent) -> bool:
+        """True if it has room for that much."""
+        return extent.num_pages <= len(self.pages) and extent.num_rows <= self.num_rows
+
+    def trimmed(self, extent: Extent) -> Placement:
+        """Its beginning, which must hold that much."""
+        if not self.holds(extent):
+            raise AssertionError(f"{extent} does not fit into {len(self.pages)} pages and {self.num_rows} rows")
+        return replace(self, num_rows=extent.num_rows, pages=self.pages[: extent.num_pages])
 
 
 def plan_pages(row_bytes: npt.NDArray[np.int64], page_bytes: int) -> PageLayout:
@@ -93,23 +106,40 @@ class PageTable:
 
     def check_fits(self, name: str, layout: PageLayout, page_bytes: int) -> None:
         """Raise `AdapterTooLarge`, its message opening with ``name``, if it could not be placed even with all others gone."""
-        if layout.num_pages > self.num_pages:
-            needed, there = layout.num_pages * page_bytes, self.num_pages * page_bytes
-            raise AdapterTooLarge(f"{name} needs {needed} bytes in {layout.num_pages} pages of adapter memory, there are {there}")
-        if layout.num_rows > self.max_rows:
-            raise AdapterTooLarge(f"{name} has {layout.num_rows} rows, adapter memory has room for {self.max_rows}")
+        num_pages, num_rows = layout.extent.num_pages, layout.extent.num_rows
+        if num_pages > self.num_pages:
+            needed, there = num_pages * page_bytes, self.num_pages * page_bytes
+            raise AdapterTooLarge(f"{name} needs {needed} bytes in {num_pages} pages of adapter memory, there are {there}")
+        if num_rows > self.max_rows:
+            raise AdapterTooLarge(f"{name} has {num_rows} rows, adapter memory has room for {self.max_rows}")
         if not self.max_adapters:
             raise AdapterTooLarge(f"{name} needs adapter memory, there is room for 0 adapters")
 
-    def place(self, layout: PageLayout) -> Placement | None:
+    def most_needed(self, num_bytes: int, page_bytes: int, max_row_bytes: int) -> Extent:
+        """What an adapter of so many bytes takes at most in pages, and its pages' share of all row numbers, which is nearly always
+        more than it has rows."""
+        # A page is left when the next row does not fit, so any but the last is full but for one row; and any two that follow each
+        # other hold more than a page, since else the second would not have been begun.
+        least = max(page_bytes - max_row_bytes + ROW_ALIGNMENT, page_bytes // 2)
+        num_pages = min(num_bytes // least + 1, self.num_pages)
+        return Extent(num_pages, num_pages * (self.max_rows // self.num_pages) if self.num_pages else 0)
+
+    def place(self, extent: Extent) -> Placement | None:
         """Take what the adapter needs, its row numbers as one interval (first fit); None, with nothing taken, if it lacks room."""
-        if layout.num_pages > len(self._free_pages) or not self._free_indices:
+        if extent.num_pages > len(self._free_pages) or not self._free_indices:
             return None
-        first_row = self._take_rows(layout.num_rows)
+        first_row = self._take_rows(extent.num_rows)
         if first_row is None:
             return None
-        pages = tuple(self._free_pages.pop() for _ in range(layout.num_pages))
-        return Placement(self._free_indices.pop(), first_row, layout.num_rows, pages)
+        pages = tuple(self._free_pages.pop() for _ in range(extent.num_pages))
+        return Placement(self._free_indices.pop(), first_row, extent.num_rows, pages)
+
+    def trim(self, placement: Placement, extent: Extent) -> Placement:
+        """Give back what ``placement`` has beyond ``extent``; what is left of it."""
+        kept = placement.trimmed(extent)
+        self._free_pages.extend(reversed(placement.pages[extent.num_pages :]))
+        self._give_rows(placement.first_row + kept.num_rows, placement.num_rows - kept.num_rows)
+        return kept
 
     def free(self, placement: Placement) -> None:
         """Give back everything `place` took."""

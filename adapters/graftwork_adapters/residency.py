@@ -8,17 +8,21 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from typing import cast
 
 from graftwork_adapters.background import Background
 from graftwork_adapters.device_pool import DevicePool, PoolTensors
+from graftwork_adapters.device_room import DeviceRoom
+from graftwork_adapters.direct_copy import DirectCopy
 from graftwork_adapters.fetcher import Fetcher
 from graftwork_adapters.host_cache import HostCache, HostCopy
 from graftwork_adapters.load_failure import LoadFailure, failure_of
-from graftwork_adapters.page_table import PageLayout, Placement
+from graftwork_adapters.page_table import Extent, PageLayout, Placement
+from graftwork_adapters.residency_books import ResidencyBooks
 from graftwork_adapters.residency_entry import Entry, HostState
 from graftwork_adapters.residency_loads import Fetched, Loads
 
@@ -33,8 +37,12 @@ class AdapterResidency:
     run on ``copy_executor`` (one thread, always), and `poll` takes in what they have finished. ``on_change`` is called from those
     threads, so that an idle engine can be woken.
 
+    What the local disk has is brought to the device without another turn of the engine's thread, if there is room for it on the
+    way: a busy engine polls once a step, so each turn would cost whoever waits as long as a step takes.
+
     A holder keeps the host copy only until the device has one. Device memory goes to those that asked for it, first come first
-    served among those that the host has ready; so does host memory, in the order in which loads began. ``base_id``, where given,
+    served among those that the host has, or is reading while nobody waits for room; so does host memory, in the order in which
+    loads began. ``base_id``, where given,
     is checked against every adapter: rows made for another base do not fit this one's projections.
     """
 
@@ -53,6 +61,7 @@ class AdapterResidency:
     ) -> None:
         self._fetcher = fetcher
         self._pool = device_pool
+        self._room = DeviceRoom(device_pool)
         self._host = HostCache(host_bytes)
         self._background = Background(on_change)
         disk_lane = load_executor or ThreadPoolExecutor(max_loads, thread_name_prefix="adapter-load")
@@ -63,11 +72,7 @@ class AdapterResidency:
         self._arrivals = count()
         self._read_queue: list[tuple[int, str]] = []  # (arrival, key) of the fetched, ascending
         self._copy_queue: OrderedDict[str, None] = OrderedDict()  # wanted, on the host and not yet placed
-        self._idle: OrderedDict[str, None] = OrderedDict()  # what may be evicted from the device, least recently used first
-        self._idle_pages = 0
-        self._protected: set[str] = set()
         self._num_abandoning = 0  # fetched, no longer wanted, and not yet given up on the disk
-        self._stale_indices: list[int] = []  # freed since the last copy; their site records are reset by the next
         self._num_loads = self._num_load_failures = self._num_evictions = self._num_copies = self._num_hits = 0
 
     @property
@@ -81,8 +86,7 @@ class AdapterResidency:
         entry.holds += 1
         if entry.is_failure_told:
             entry.forget_failure()
-        if key in self._idle:
-            self._idle.move_to_end(key)
+        self._room.touch(key)
         self._claim_host(entry)
 
     def drop(self, key: str) -> None:
@@ -120,6 +124,7 @@ class AdapterResidency:
             raise AssertionError(f"adapter {key} is asked for on the device but not held")
         if not entry.wanted and not entry.copying and entry.failure is None:
             entry.wanted = True
+            self._place_early(entry)
             self._queue_copy(entry)
             self._start_copies()
         return None
@@ -135,7 +140,7 @@ class AdapterResidency:
 
     def needs_room(self, key: str) -> bool:
         """True while only device references of others keep the adapter from the device."""
-        return key in self._copy_queue and not self._protected
+        return key in self._copy_queue and not self._room.protected
 
     def failure(self, key: str) -> LoadFailure | None:
         """Why loading failed, until the last holder has dropped the key or, once this was asked, a new one tries again.
@@ -162,19 +167,9 @@ class AdapterResidency:
 
     def stats(self) -> dict[str, float]:
         """Readings for metrics, by names that do not depend on the adapters."""
-        entries = self._entries.values()
         return {
             "adapter_disk_bytes": self._fetcher.disk_bytes,
-            "adapter_host_bytes": self._host.used_bytes,
-            "adapter_host_capacity_bytes": self._host.capacity_bytes,
-            "adapter_device_bytes": self._pool.used_bytes,
-            "adapter_device_capacity_bytes": self._pool.capacity_bytes,
-            "adapters_on_host": len(self._host),
-            "adapters_on_device": sum(e.is_resident for e in entries),
-            "adapters_loading": sum(e.host in (HostState.FETCHING, HostState.FETCHED, HostState.READING) for e in entries),
-            "adapters_waiting_for_device": len(self._copy_queue),
-            "adapter_holds": sum(e.holds for e in entries),
-            "adapter_device_references": sum(e.references for e in entries),
+            **self._books().levels(),
             "adapter_loads_total": self._num_loads,
             "adapter_load_failures_total": self._num_load_failures,
             "adapter_copies_total": self._num_copies,
@@ -188,43 +183,21 @@ class AdapterResidency:
 
         Touches the local disk, for no longer than listing the cached files takes, if no load is in flight.
         """
-        entries = self._entries
-        found = []
-        for what, kept, due in (
-            ("holds", {key: e.holds for key, e in entries.items() if e.holds}, holds),
-            ("device references", {key: e.references for key, e in entries.items() if e.references}, references),
-        ):
-            found += [
-                f"adapter {key} has {kept.get(key, 0)} {what}, {due.get(key, 0)} were taken"
-                for key in sorted(kept.keys() | due.keys())
-                if kept.get(key, 0) != due.get(key, 0)
-            ]
-        for what, kept_keys, due_keys in self._derived():
-            found += [f"adapter {key} is {what} and should not be" for key in sorted(kept_keys - due_keys)]
-            found += [f"adapter {key} should be {what} and is not" for key in sorted(due_keys - kept_keys)]
-        found += self._host.discrepancies()
-        placements = {key: e.placement for key, e in entries.items() if e.placement}
-        found += self._pool.discrepancies(placements, [key for key in placements if entries[key].is_resident])
-        idle_pages = sum(len(placements[key].pages) for key in self._idle if key in placements)
-        if idle_pages != self._idle_pages:
-            found.append(f"evictable pages: {self._idle_pages} booked, {idle_pages} counted")
+        found = self._books().discrepancies(holds, references)
         in_flight = (HostState.FETCHING, HostState.READING)
-        if not self._num_abandoning and not any(e.host in in_flight for e in entries.values()):
+        if not self._num_abandoning and not any(e.host in in_flight for e in self._entries.values()):
             found += self._fetcher.discrepancies(dict.fromkeys((key for _, key in self._read_queue), 1))
         return found
 
-    def _derived(self) -> Iterator[tuple[str, set[str], set[str]]]:
-        """What is kept beside the entries to be found quickly: (what it says of an adapter, kept, recounted) keys."""
-        entries = self._entries.values()
-        claimed = {e.key for e in entries if e.host in (HostState.READING, HostState.PINNED)}
-        yield "pinned on the host", self._host.pinned_keys(), claimed
-        evictable = {e.key for e in entries if e.is_resident and not e.references and not e.is_protected}
-        yield "evictable from the device", set(self._idle), evictable
-        yield "protected on the device", self._protected, {e.key for e in entries if e.is_protected}
-        fetched = {e.key for e in entries if e.host is HostState.FETCHED}
-        yield "in the queue for host memory", {key for _, key in self._read_queue}, fetched
-        wanted = {e.key for e in entries if e.wanted and e.host is HostState.PINNED and e.placement is None}
-        yield "in the queue for the device", set(self._copy_queue), wanted
+    def _books(self) -> ResidencyBooks:
+        return ResidencyBooks(
+            entries=self._entries,
+            host=self._host,
+            pool=self._pool,
+            read_queue=[key for _, key in self._read_queue],
+            copy_queue=self._copy_queue,
+            room=self._room,
+        )
 
     # To the host.
 
@@ -236,11 +209,19 @@ class AdapterResidency:
             self._host.pin(entry.key)
             entry.host = HostState.PINNED
             self._queue_copy(entry)
+            return
+        self._num_loads += 1
+        entry.arrival = next(self._arrivals)
+        num_bytes = self._fetcher.cached_bytes(entry.key)
+        if num_bytes is not None and not self._read_queue and self._host.reserve(entry.key, num_bytes):
+            direct = self._begin_read(entry, self._pool.most_needed(num_bytes))
+            self._loads.load(entry.key, direct, partial(self._take_in_load, entry))
         else:
-            entry.host = HostState.FETCHING
-            entry.arrival = next(self._arrivals)
-            self._num_loads += 1
-            self._loads.fetch(entry.key, partial(self._take_in_fetch, entry))
+            self._fetch(entry)
+
+    def _fetch(self, entry: Entry) -> None:
+        entry.host = HostState.FETCHING
+        self._loads.fetch(entry.key, partial(self._take_in_fetch, entry))
 
     def _unclaim_host(self, entry: Entry) -> None:
         self._host.unpin(entry.key)
@@ -279,18 +260,42 @@ class AdapterResidency:
                 entry.fetched = index, layout
                 return  # those behind it wait too, or small adapters could keep a large one out for ever
             self._read_queue.pop(0)
-            entry.host = HostState.READING
-            self._loads.read((index, layout), partial(self._take_in_read, entry))
+            direct = self._begin_read(entry, layout.extent)
+            take_in, lost = partial(self._take_in_read, entry), partial(self._end_direct, entry)
+            self._loads.read((index, layout), direct, take_in, lost)
+            self._place_early(entry)
+
+    def _begin_read(self, entry: Entry, extent: Extent) -> DirectCopy:
+        entry.host = HostState.READING
+        entry.direct = DirectCopy(extent, self._copies, self._write)
+        return entry.direct
+
+    def _take_in_load(self, entry: Entry, future: Future[HostCopy | None]) -> None:
+        if future.exception() is not None or future.result() is not None:
+            self._take_in_read(entry, cast("Future[HostCopy]", future))
+            return
+        self._end_direct(entry)  # the disk has none that is sound, so the store is asked
+        self._host.cancel(entry.key)
+        entry.host = HostState.UNCLAIMED
+        if entry.holds:
+            self._fetch(entry)
+        self._settle(entry)
 
     def _take_in_read(self, entry: Entry, future: Future[HostCopy]) -> None:
         error = future.exception()
         if error is not None:
+            self._end_direct(entry)
             self._host.cancel(entry.key)
             entry.host = HostState.UNCLAIMED
             self._fail(entry, error)
         else:
-            self._host.fill(entry.key, future.result())
+            copy = future.result()
+            self._host.fill(entry.key, copy)
             entry.host = HostState.PINNED
+            if entry.direct is not None and entry.direct.copied is not None:
+                self._take_in_direct(entry, copy.layout, entry.direct.copied)
+                return
+            self._end_direct(entry)
             if entry.holds:
                 self._queue_copy(entry)
             else:
@@ -298,6 +303,39 @@ class AdapterResidency:
         self._settle(entry)
 
     # To the device.
+
+    def _place_early(self, entry: Entry) -> None:
+        """Give an adapter that is being read its place on the device, if it is wanted there and nobody is waiting for room.
+
+        Where only its size is known yet, it is given the most that it can need until it has been read.
+        """
+        direct = entry.direct
+        if direct is None or not entry.wanted or self._copy_queue:
+            return
+        placement = self._room.make(direct.extent, self._evict, is_early=True)
+        if placement is None:
+            return
+        if stale := self._room.take_stale():
+            self._copies.submit(self._pool.clear, stale)  # now: what takes one of these indices later is written after it
+        entry.wanted = False
+        entry.placement = placement
+        entry.copying = True
+        direct.placement = placement
+        self._settle(entry)
+
+    def _end_direct(self, entry: Entry) -> None:
+        """The read has ended, or goes on by way of the store, without a copy of use: the place goes back."""
+        entry.direct = None
+        if entry.placement is not None:
+            entry.copying = False
+            self._room.give_back(entry)
+            entry.wanted = entry.holds > 0
+            self._settle(entry)
+
+    def _take_in_direct(self, entry: Entry, layout: PageLayout, copied: Future[None]) -> None:
+        entry.direct = None
+        entry.placement = self._pool.trim(entry.require_placement(), layout.extent)
+        self._take_in_copy(entry, copied)
 
     def _queue_copy(self, entry: Entry) -> None:
         if entry.wanted and entry.host is HostState.PINNED and entry.placement is None:
@@ -307,43 +345,29 @@ class AdapterResidency:
         while self._copy_queue:
             entry = self._entries[next(iter(self._copy_queue))]
             copy = self._host.get(entry.key)
-            placement = self._make_room(copy.layout)
+            placement = self._room.make(copy.layout.extent, self._evict)
             if placement is None:
                 return  # those behind it wait too, as in `_start_reads`
             del self._copy_queue[entry.key]
             entry.wanted = False
             entry.placement = placement
             entry.copying = True
-            stale, self._stale_indices = self._stale_indices, []
-            self._background.start(self._copies, partial(self._copy, stale, placement, copy), partial(self._take_in_copy, entry))
+            job = partial(self._copy, self._room.take_stale(), placement, copy)
+            self._background.start(self._copies, job, partial(self._take_in_copy, entry))
             self._settle(entry)
 
-    def _make_room(self, layout: PageLayout) -> Placement | None:
-        """Pages for an adapter, others evicted as needed; None, with nothing evicted, if too few pages could be made free."""
-        if self._pool.table.num_free_pages + self._idle_pages < layout.num_pages:
-            return None
-        placement = self._pool.place(layout)
-        while placement is None and self._idle:
-            self._evict(self._entries[next(iter(self._idle))])
-            placement = self._pool.place(layout)
-        return placement
-
-    def _evict(self, entry: Entry) -> None:
+    def _evict(self, key: str) -> None:
+        entry = self._entries[key]
         self._num_evictions += 1
-        self._give_back_pages(entry)
+        self._room.give_back(entry)
         self._claim_host(entry)
         self._settle(entry)
 
-    def _give_back_pages(self, entry: Entry) -> None:
-        placement = entry.require_placement()
-        self._pool.free(placement)
-        self._stale_indices.append(placement.index)
-        self._set_idle(entry, False)
-        entry.placement = None
-        entry.fresh = False
-
     def _copy(self, stale_indices: list[int], placement: Placement, copy: HostCopy) -> None:  # on the copy thread
         self._pool.clear(stale_indices)
+        self._write(placement, copy)
+
+    def _write(self, placement: Placement, copy: HostCopy) -> None:
         self._pool.write(placement, copy.layout, copy.adapter)
 
     def _take_in_copy(self, entry: Entry, future: Future[None]) -> None:
@@ -353,7 +377,7 @@ class AdapterResidency:
         entry.fresh = entry.holds > 0
         self._unclaim_host(entry)
         if error is not None:
-            self._give_back_pages(entry)
+            self._room.give_back(entry)
             self._fail(entry, error)
         self._settle(entry)
 
@@ -371,20 +395,6 @@ class AdapterResidency:
 
     def _settle(self, entry: Entry) -> None:
         """Bring what is derived from an entry up to date after a change, and forget one that nothing concerns any more."""
-        key = entry.key
-        self._set_idle(entry, entry.is_resident and not entry.references and not entry.is_protected)
-        if entry.is_protected:
-            self._protected.add(key)
-        else:
-            self._protected.discard(key)
+        self._room.settle(entry)
         if not (entry.holds or entry.references or entry.placement) and entry.host is HostState.UNCLAIMED:
-            del self._entries[key]
-
-    def _set_idle(self, entry: Entry, idle: bool) -> None:
-        if idle != (entry.key in self._idle):
-            num_pages = len(entry.require_placement().pages)
-            self._idle_pages += num_pages if idle else -num_pages
-            if idle:
-                self._idle[entry.key] = None
-            else:
-                del self._idle[entry.key]
+            del self._entries[entry.key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from graftwork_adapters.direct_copy import DirectCopy
 from graftwork_adapters.load_failure import LoadFailure
 from graftwork_adapters.packed import PackedIndex
 from graftwork_adapters.page_table import PageLayout, Placement
@@ -31,8 +32,9 @@ class Entry:
     arrival: int = 0
     fetched: tuple[PackedIndex, PageLayout] | None = None  # while it waits for host memory
     wanted: bool = False  # a holder has asked for it on the device
+    direct: DirectCopy | None = None  # while it is read, if that may go on to the device
     placement: Placement | None = None
-    copying: bool = False  # into `placement`
+    copying: bool = False  # into `placement`, now or as soon as it is read
     fresh: bool = False  # copied because a holder asked, and not acquired since
     failure: LoadFailure | None = None
     is_failure_told: bool = False  # somebody has asked for it

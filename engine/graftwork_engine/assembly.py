@@ -17,9 +17,11 @@ from graftwork_adapters.fetcher import Fetcher
 from graftwork_adapters.pack import longest_row_bytes
 from graftwork_adapters.residency import AdapterResidency
 from graftwork_adapters.stores import open_store
+from graftwork_engine.batch import StepCapacity
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.core import EngineCore
 from graftwork_engine.errors import ConfigError, ErrorCode, UnsupportedModel
+from graftwork_engine.kernel_choice import choose_kernels
 from graftwork_engine.kv.manager import KVCacheManager
 from graftwork_engine.kv_memory import KvCache, allocate_kv_cache, blocks_that_fit, free_memory
 from graftwork_engine.model.config import ModelConfig
@@ -125,10 +127,13 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     model_config = ModelConfig.from_dir(model_dir)
     max_model_len = _max_model_len(config, model_config)
     spec = _base_spec(config, model_dir)
+    kernels = choose_kernels(config, model_config, max_model_len, place.dtype)
+    ops = kernels.operators()
 
     started = time.monotonic()
     model = build_model(model_config, max_model_len, place)
     load_weights(model, model_dir)
+    model.prepare(ops)
     logger.info("%s: %s in %s, loaded in %.1f s", spec.name, spec.architecture, config.dtype, time.monotonic() - started)
 
     waker = _Waker()
@@ -145,8 +150,10 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     )
     blocks = KVCacheManager(kv.num_blocks, kv.block_size, spec.base_id, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(limits, blocks, gate, clock)
+    capacity = StepCapacity(config.max_num_batched_tokens, config.max_num_seqs, -(-scheduler.max_request_tokens // kv.block_size))
+    runner = ModelRunner(model, kv, memory, ops, capacity, kernels.recorder())
     return EngineAssembly(
-        core=EngineCore(scheduler, ModelRunner(model, kv, memory), gate),
+        core=EngineCore(scheduler, runner, gate),
         base_id=spec.base_id,
         max_model_len=max_model_len,
         max_prompt_and_output=scheduler.max_request_tokens,

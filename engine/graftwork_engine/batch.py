@@ -1,7 +1,19 @@
-"""A step plan as the tensors that the model and the operators read. Built with NumPy, once a step, without a loop over tokens."""
+"""A step plan as the tensors that the model and the operators read, in memory that stays where it is from step to step.
+
+    plan ──▶ RequestTable        who sits where; written where requests join, leave or grow into a block
+                 │
+                 ▼
+             arrays of rows      positions, slots, adapters and token ids of this step, by a few operations over whole columns
+                 │
+                 ▼
+             StepBatch           torch's views of their beginnings; the same objects while the step has the same shape
+
+No loop goes over tokens; those over requests only pick attributes.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,21 +22,35 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from graftwork_engine.messages import Sampling
 from graftwork_engine.model.layers import ForwardBatch
 from graftwork_engine.request import Request
+from graftwork_engine.request_table import RequestTable
 from graftwork_engine.sched.plan import BASE, ScheduledRequest, StepPlan
-from graftwork_kernels.adapter_batch import build_adapter_batch
-from graftwork_kernels.layout import AdapterMemory, AttentionBatch, LogitBias, Penalties, SamplingBatch
+from graftwork_kernels.adapter_batch import AdapterGroups
+from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AttentionBatch, LogitBias, Penalties, SamplingBatch
+from graftwork_kernels.ops import Operators
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCapacity:
+    """The largest step: ``num_rows`` tokens of ``num_requests`` requests, each of which has at most ``num_blocks`` blocks."""
+
+    num_rows: int
+    num_requests: int
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step of T rows.
+    """One step of T rows and R requests, S of which draw a token. Its tensors hold until the next one is built.
 
     ``token_ids`` int64 [T]. ``sample_rows`` int64 [S] are the rows whose logits give a token, ``sampling`` says how, in the same
-    order; ``logit_bias`` and ``penalties`` are None in a step where no request has any. The logits of ``prompt_rows`` int64 [P]
-    score the prompt tokens ``prompt_targets`` int64 [P], each the one that follows.
+    order; ``logit_bias`` and ``penalties`` are None in a step where no request has any, ``num_top_logprobs`` maps those of the S
+    whose logprobs are wanted to the number of alternatives. The logits of ``prompt_rows`` int64 [P] score the prompt tokens
+    ``prompt_targets`` int64 [P], each the one that follows; ``num_scored`` maps the requests they belong to, by place in the plan,
+    to how many of them are theirs.
     """
 
     token_ids: Tensor
@@ -33,11 +59,200 @@ class StepBatch:
     sampling: SamplingBatch
     logit_bias: LogitBias | None
     penalties: Penalties | None
+    num_top_logprobs: dict[int, int]
     prompt_rows: Tensor
     prompt_targets: Tensor
+    num_scored: dict[int, int]
 
 
-def num_scored(scheduled: ScheduledRequest) -> int:
+class BatchBuilder:
+    """Makes one `StepBatch` after the other of plans no larger than ``capacity``, on the CPU.
+
+    ``whole`` is the batch over all of the memory: whoever records a forward pass over it replays every step, given the step's
+    numbers of rows and requests. Beyond those lies what earlier steps left.
+    """
+
+    def __init__(self, ops: Operators, memory: AdapterMemory, block_size: int, capacity: StepCapacity) -> None:
+        num_rows, num_requests = capacity.num_rows, capacity.num_requests
+        self._ops, self._memory, self._block_size, self._capacity = ops, memory, block_size, capacity
+        self._table = RequestTable(num_requests, capacity.num_blocks, block_size)
+        self._groups = AdapterGroups(num_rows)
+        self._token_ids, self._positions, self._kv_slot = np.zeros((3, num_rows), dtype=np.int64)
+        self._query_start = np.zeros(num_requests + 1, dtype=np.int32)
+        self._context_len = np.zeros(num_requests, dtype=np.int32)
+        self._sample_rows = np.zeros(num_requests, dtype=np.int64)
+        self._numbers = np.arange(max(num_rows, num_requests) + 1)
+        self._sampling = SamplingArrays(num_requests)
+        self._no_rows = torch.zeros(0, dtype=torch.int64)
+        self._samples: list[bool] = []  # of the last step's requests: which drew a token
+        self._drawing = np.zeros(0, dtype=np.int64)  # their places
+        self.whole_token_ids = torch.from_numpy(self._token_ids)
+        self.whole = ForwardBatch(
+            ops=ops,
+            positions=torch.from_numpy(self._positions),
+            attention=AttentionBatch(
+                query_start=torch.from_numpy(self._query_start),
+                context_len=torch.from_numpy(self._context_len),
+                block_table=torch.from_numpy(self._table.block_table),
+                kv_slot=torch.from_numpy(self._kv_slot),
+                max_query_len=num_rows,
+                max_context_len=capacity.num_blocks * block_size,
+            ),
+            adapters=self._groups.whole,
+            adapter_memory=memory,
+        )
+        self._views = self._view(0, 0, 0)
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """The tensors of ``plan``, which must not be empty; raises ValueError if it is larger than the capacity."""
+        scheduled = plan.scheduled
+        counts, starts = np.array([s.num_tokens for s in scheduled]), np.array([s.start for s in scheduled])
+        ends = starts + counts
+        num_rows, num_requests, longest = int(counts.sum()), len(scheduled), int(ends.max())
+        self._check(num_rows, num_requests, longest)
+        moved = self._table.seat(scheduled)
+        self._table.cover(scheduled, ends)
+        self._context_len[:num_requests] = ends
+        self._write_rows(scheduled, counts, starts, num_rows)
+        self._write_sampling(scheduled, ends, moved)
+        shape = num_rows, num_requests, len(self._drawing)
+        if shape != self._views.shape:
+            self._views = self._view(*shape)
+        return self._batch(scheduled, 1 if num_rows == num_requests else int(counts.max()), longest)
+
+    def _check(self, num_rows: int, num_requests: int, longest: int) -> None:
+        capacity = self._capacity
+        if num_rows > capacity.num_rows or num_requests > capacity.num_requests or longest > capacity.num_blocks * self._block_size:
+            raise ValueError(f"a step of {num_rows} rows, {num_requests} requests, contexts up to {longest} exceeds {capacity}")
+
+    def _write_rows(self, scheduled: Sequence[ScheduledRequest], counts: Integers, starts: Integers, num_rows: int) -> None:
+        """What each row of the step is: its token, where it stands in its request, where its keys go, whose adapter it has."""
+        num_requests = len(scheduled)
+        query_start, columns = self._query_start[: num_requests + 1], self._table.columns[:num_requests]
+        place, adapter, adapter_start = self._numbers[:num_requests], columns["adapter"], columns["adapter_start"]
+        if num_rows == num_requests:  # one row each
+            query_start[1:] = self._numbers[1 : num_requests + 1]
+            positions = starts
+        else:
+            np.cumsum(counts, out=query_start[1:])
+            place, adapter, adapter_start = np.repeat(place, counts), np.repeat(adapter, counts), np.repeat(adapter_start, counts)
+            positions = self._numbers[:num_rows] + (starts - query_start[:-1])[place]
+        block = positions // self._block_size
+        offset = positions - block * self._block_size
+        self._positions[:num_rows] = positions
+        self._kv_slot[:num_rows] = self._table.block_table[place, block] * np.int64(self._block_size) + offset
+        self._token_ids[:num_rows] = _token_ids(scheduled)
+        self._groups.group(np.where(positions >= adapter_start, adapter, np.int32(BASE)))
+
+    def _write_sampling(self, scheduled: Sequence[ScheduledRequest], ends: Integers, moved: bool) -> None:
+        """From which row each token is drawn, and how."""
+        samples = [s.samples for s in scheduled]
+        columns = self._table.columns[: len(scheduled)]
+        if moved or samples != self._samples:
+            self._samples, self._drawing = samples, np.flatnonzero(samples)
+            self._sampling.write(columns[self._drawing])
+        num_drawn = len(self._drawing)
+        self._sample_rows[:num_drawn] = self._query_start[1:][self._drawing] - 1
+        self._sampling.position[:num_drawn] = (ends - columns["num_prompt"])[self._drawing]
+
+    def _view(self, num_rows: int, num_requests: int, num_drawn: int) -> _Views:
+        whole, attention = self.whole, self.whole.attention
+        return _Views(
+            shape=(num_rows, num_requests, num_drawn),
+            token_ids=self.whole_token_ids[:num_rows],
+            positions=whole.positions[:num_rows],
+            query_start=attention.query_start[: num_requests + 1],
+            context_len=attention.context_len[:num_requests],
+            block_table=attention.block_table[:num_requests],
+            kv_slot=attention.kv_slot[:num_rows],
+            adapters=self._groups.first(num_rows),
+            sample_rows=torch.from_numpy(self._sample_rows[:num_drawn]),
+            sampling=self._sampling.first(num_drawn),
+        )
+
+    def _batch(self, scheduled: Sequence[ScheduledRequest], max_query_len: int, max_context_len: int) -> StepBatch:
+        views = self._views
+        attention = AttentionBatch(
+            views.query_start, views.context_len, views.block_table, views.kv_slot, max_query_len, max_context_len
+        )
+        forward = ForwardBatch(self._ops, views.positions, attention, views.adapters, self._memory)
+        drawn = (views.token_ids, forward, views.sample_rows, views.sampling)
+        if self._table.is_plain:
+            return StepBatch(*drawn, None, None, {}, self._no_rows, self._no_rows, {})
+        drawers = [scheduled[place].request for place in self._drawing.tolist()]
+        columns = self._table.columns[self._drawing]
+        wanting = np.flatnonzero(columns["wants_logprobs"]).tolist()
+        scored = np.flatnonzero(self._table.columns["wants_prompt_logprobs"][: len(scheduled)]).tolist()
+        num_scored = {place: count for place in scored if (count := _num_scored(scheduled[place]))}
+        return StepBatch(
+            *drawn,
+            _logit_bias(drawers, np.flatnonzero(columns["has_bias"]).tolist()),
+            _penalties(drawers, np.flatnonzero(columns["has_penalties"]).tolist()),
+            {place: drawers[place].sampling.logprobs or 0 for place in wanting},
+            *_scored_rows(scheduled, num_scored, self._query_start),
+            num_scored,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The tensors of a step of one ``shape`` (rows, requests, drawn tokens)."""
+
+    shape: tuple[int, int, int]
+    token_ids: Tensor
+    positions: Tensor
+    query_start: Tensor
+    context_len: Tensor
+    block_table: Tensor
+    kv_slot: Tensor
+    adapters: AdapterBatch
+    sample_rows: Tensor
+    sampling: SamplingBatch
+
+
+class SamplingArrays:
+    """A `SamplingBatch` of up to ``num_rows`` rows, in memory that stays where it is."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._temperature, self._top_p, self._min_p = np.zeros((3, num_rows), dtype=np.float32)
+        self._top_k, self._choice, self.position = np.zeros((3, num_rows), dtype=np.int32)
+        self._seed = np.zeros(num_rows, dtype=np.uint64)
+
+    def write(self, requests: npt.NDArray[np.void]) -> None:
+        """All but the position, of entries of a `RequestTable`."""
+        rows = slice(len(requests))
+        self._temperature[rows] = requests["temperature"]
+        self._top_k[rows] = requests["top_k"]
+        self._top_p[rows] = requests["top_p"]
+        self._min_p[rows] = requests["min_p"]
+        self._seed[rows] = requests["seed"]
+        self._choice[rows] = requests["choice"]
+
+    def first(self, num_rows: int) -> SamplingBatch:
+        """The first rows as tensors."""
+        return SamplingBatch(
+            temperature=torch.from_numpy(self._temperature[:num_rows]),
+            top_k=torch.from_numpy(self._top_k[:num_rows]),
+            top_p=torch.from_numpy(self._top_p[:num_rows]),
+            min_p=torch.from_numpy(self._min_p[:num_rows]),
+            seed=torch.from_numpy(self._seed[:num_rows].view(np.int64)),
+            choice=torch.from_numpy(self._choice[:num_rows]),
+            position=torch.from_numpy(self.position[:num_rows]),
+        )
+
+
+def _token_ids(scheduled: Sequence[ScheduledRequest]) -> list[int]:
+    token_ids: list[int] = []
+    for s in scheduled:
+        request = s.request
+        if s.num_tokens == 1 and s.samples and request.output_ids:  # the newest token: most of all
+            token_ids.append(request.output_ids[-1])
+        else:
+            token_ids.extend(request.token_ids(s.start, s.start + s.num_tokens))
+    return token_ids
+
+
+def _num_scored(scheduled: ScheduledRequest) -> int:
     """Prompt tokens that this range scores: those that follow one of its tokens, while the client lacks their logprobs."""
     if not scheduled.request.needs_prompt_logprobs:
         return 0
@@ -45,120 +260,58 @@ def num_scored(scheduled: ScheduledRequest) -> int:
     return max(0, min(scheduled.start + scheduled.num_tokens, last) - scheduled.start)
 
 
-def build_batch(plan: StepPlan, block_size: int, memory: AdapterMemory, device: torch.device) -> StepBatch:
-    """The tensors of ``plan``, which must not be empty."""
-    scheduled = plan.scheduled
-    counts = np.array([s.num_tokens for s in scheduled])
-    starts = np.array([s.start for s in scheduled])
-    query_start = np.concatenate(([0], np.cumsum(counts)))
-    request_of_row = np.repeat(np.arange(len(scheduled)), counts)
-    positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[request_of_row]
-
-    token_ids: list[int] = []
-    for s in scheduled:
-        token_ids.extend(s.request.token_ids(s.start, s.start + s.num_tokens))
-    adapter_of_request = np.array([s.adapter_index for s in scheduled], dtype=np.int32)
-    adapter_start = np.array([s.request.adapter_start for s in scheduled])
-    token_adapter = np.where(positions >= adapter_start[request_of_row], adapter_of_request[request_of_row], np.int32(BASE))
-
-    prompt_rows, prompt_targets = _scored_rows(scheduled, query_start)
-    sample_rows = [row - 1 for s, row in zip(scheduled, query_start[1:].tolist(), strict=True) if s.samples]
-    sampled = [s.request for s in scheduled if s.samples]
-    return StepBatch(
-        token_ids=torch.tensor(token_ids, device=device),
-        forward=ForwardBatch(
-            positions=_tensor(positions, device),
-            attention=_attention_batch(scheduled, query_start, starts + counts, positions, request_of_row, block_size, device),
-            adapters=build_adapter_batch(_tensor(token_adapter, device), device),
-            adapter_memory=memory,
-        ),
-        sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
-        sampling=_sampling_batch(sampled, device),
-        logit_bias=_logit_bias(sampled, device),
-        penalties=_penalties(sampled, device),
-        prompt_rows=torch.tensor(prompt_rows, dtype=torch.int64, device=device),
-        prompt_targets=torch.tensor(prompt_targets, dtype=torch.int64, device=device),
-    )
-
-
-def _attention_batch(
-    scheduled: Sequence[ScheduledRequest],
-    query_start: npt.NDArray[np.int64],
-    context_len: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
-    request_of_row: npt.NDArray[np.int64],
-    block_size: int,
-    device: torch.device,
-) -> AttentionBatch:
-    blocks_needed = -(-context_len // block_size)
-    block_table = np.zeros((len(scheduled), int(blocks_needed.max())), dtype=np.int32)
-    for row, (s, needed) in enumerate(zip(scheduled, blocks_needed.tolist(), strict=True)):
-        block_table[row, :needed] = s.block_ids[:needed]
-    block_of_row = block_table[request_of_row, positions // block_size].astype(np.int64)
-    return AttentionBatch(
-        query_start=_tensor(query_start.astype(np.int32), device),
-        context_len=_tensor(context_len.astype(np.int32), device),
-        block_table=_tensor(block_table, device),
-        kv_slot=_tensor(block_of_row * block_size + positions % block_size, device),
-        max_query_len=int(np.diff(query_start).max()),
-        max_context_len=int(context_len.max()),
-    )
-
-
-def _scored_rows(scheduled: Sequence[ScheduledRequest], query_start: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
+def _scored_rows(
+    scheduled: Sequence[ScheduledRequest], num_scored: dict[int, int], query_start: npt.NDArray[np.int32]
+) -> tuple[Tensor, Tensor]:
+    """Rows that score a prompt token, and which."""
     rows: list[int] = []
     targets: list[int] = []
-    for s, first_row in zip(scheduled, query_start[:-1].tolist(), strict=True):
-        if count := num_scored(s):
-            rows.extend(range(first_row, first_row + count))
-            targets.extend(s.request.prompt_ids[s.start + 1 : s.start + 1 + count])
-    return rows, targets
+    for place, count in num_scored.items():
+        first_row, s = int(query_start[place]), scheduled[place]
+        rows.extend(range(first_row, first_row + count))
+        targets.extend(s.request.prompt_ids[s.start + 1 : s.start + 1 + count])
+    return torch.tensor(rows, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64)
 
 
-def _sampling_batch(requests: Sequence[Request], device: torch.device) -> SamplingBatch:
-    wanted: list[Sampling] = [r.sampling for r in requests]
-    return SamplingBatch(
-        temperature=torch.tensor([s.temperature for s in wanted], dtype=torch.float32, device=device),
-        top_k=torch.tensor([s.top_k for s in wanted], dtype=torch.int32, device=device),
-        top_p=torch.tensor([s.top_p for s in wanted], dtype=torch.float32, device=device),
-        min_p=torch.tensor([s.min_p for s in wanted], dtype=torch.float32, device=device),
-        seed=_tensor(np.array([s.seed for s in wanted], dtype=np.uint64).view(np.int64), device),
-        choice=torch.tensor([s.choice for s in wanted], dtype=torch.int32, device=device),
-        position=torch.tensor([r.num_output_tokens for r in requests], dtype=torch.int32, device=device),
-    )
-
-
-def _logit_bias(requests: Sequence[Request], device: torch.device) -> LogitBias | None:
-    biases = [request.token_bias() for request in requests]
-    present = [bias for bias in biases if bias is not None]
-    if not present:
+def _logit_bias(requests: Sequence[Request], having: Sequence[int]) -> LogitBias | None:
+    """Of the rows ``having`` some; the others have none."""
+    biases = {row: bias for row in having if (bias := requests[row].token_bias()) is not None}
+    if not biases:
         return None
-    return LogitBias(
-        row_start=_row_start([0 if bias is None else len(bias.token_ids) for bias in biases], device),
-        token_id=_tensor(np.concatenate([np.asarray(bias.token_ids) for bias in present]), device),
-        value=_tensor(np.concatenate([np.asarray(bias.values) for bias in present]), device),
-    )
+    token_id, value = array("i"), array("f")
+    for bias in biases.values():
+        token_id.extend(bias.token_ids)
+        value.extend(bias.values)
+    row_start = _row_start({row: len(bias.token_ids) for row, bias in biases.items()}, len(requests))
+    return LogitBias(row_start, torch.from_numpy(np.array(token_id)), torch.from_numpy(np.array(value)))
 
 
-def _penalties(requests: Sequence[Request], device: torch.device) -> Penalties | None:
-    counts = [request.token_counts() for request in requests]
-    present = [count for count in counts if count is not None]
-    if not present:
+def _penalties(requests: Sequence[Request], having: Sequence[int]) -> Penalties | None:
+    """Of the rows ``having`` some; the others have none."""
+    counts = {row: count for row in having if (count := requests[row].token_counts()) is not None}
+    if not counts:
         return None
-    wanted = [request.sampling for request in requests]
+    token_id, output_count = array("i"), array("i")
+    for count in counts.values():
+        token_id.extend(count.token_ids)
+        output_count.extend(count.counts)
+    rows, wanted = list(counts), [requests[row].sampling for row in counts]
+    repetition, frequency, presence = np.array([[1.0], [0.0], [0.0]], dtype=np.float32).repeat(len(requests), axis=1)
+    repetition[rows] = [s.repetition_penalty for s in wanted]
+    frequency[rows] = [s.frequency_penalty for s in wanted]
+    presence[rows] = [s.presence_penalty for s in wanted]
     return Penalties(
-        row_start=_row_start([0 if count is None else len(count.token_ids) for count in counts], device),
-        token_id=_tensor(np.concatenate([np.asarray(count.token_ids) for count in present]), device),
-        output_count=_tensor(np.concatenate([np.asarray(count.counts) for count in present]), device),
-        repetition=torch.tensor([s.repetition_penalty for s in wanted], dtype=torch.float32, device=device),
-        frequency=torch.tensor([s.frequency_penalty for s in wanted], dtype=torch.float32, device=device),
-        presence=torch.tensor([s.presence_penalty for s in wanted], dtype=torch.float32, device=device),
+        row_start=_row_start({row: len(count.token_ids) for row, count in counts.items()}, len(requests)),
+        token_id=torch.from_numpy(np.array(token_id)),
+        output_count=torch.from_numpy(np.array(output_count)),
+        repetition=torch.from_numpy(repetition),
+        frequency=torch.from_numpy(frequency),
+        presence=torch.from_numpy(presence),
     )
 
 
-def _row_start(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return _tensor(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), device)
-
-
-def _tensor(array: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.float32], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+def _row_start(lengths: dict[int, int], num_rows: int) -> Tensor:
+    """int32 [num_rows + 1]: where the entries of each row begin."""
+    row_start = np.zeros(num_rows + 1, dtype=np.int32)
+    row_start[[row + 1 for row in lengths]] = list(lengths.values())
+    return torch.from_numpy(row_start.cumsum(dtype=np.int32))

@@ -42,7 +42,7 @@ from graftwork_engine.messages import (
     decode_to_client,
     encode,
 )
-from graftwork_engine.streams import GenerationRequest, Stream, StreamGroup
+from graftwork_engine.streams import GenerationRequest, Inbox, Stream, StreamGroup
 
 logger = logging.getLogger(__name__)
 
@@ -177,11 +177,11 @@ class EngineClient:
 
     # Sending
 
-    async def _begin(self, request: GenerationRequest, items: asyncio.Queue[OutItem]) -> None:
+    async def _begin(self, request: GenerationRequest, inbox: Inbox) -> None:
         if request.request_id in self._streams:
             raise AssertionError(f"request id {request.request_id} is in use")
         deadline = None if request.timeout_s is None else time.time() + request.timeout_s
-        stream = self._streams[request.request_id] = Stream(request, deadline, items)
+        stream = self._streams[request.request_id] = Stream(request, deadline, inbox)
         await self._submit(stream)
 
     async def _abort(self, request_id: str, output_index: int | None) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from graftwork_adapters.store import StoreConfig
 from graftwork_engine.errors import ConfigError
+from graftwork_kernels.choice import BadPin, check_pins
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -78,6 +79,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_dir: str | None = None
     """Folder of the local disk cache; needed with a store."""
 
+    kernels: dict[str, str] = {}
+    """Implementation by operator, or by "all", instead of the fastest: `graftwork_kernels.choice` has the names of both."""
+
+    kernel_dir: str | None = None
+    """Folder for compiled kernels and what was measured of them, which several engines may share; None: ``kernels`` in
+    ``cache_dir``, or in this user's cache."""
+
     step_limit_s: float = 300.0
     """A step that takes longer is taken for hung, and the process ends so that a new one can start."""
 
@@ -99,6 +107,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"max_model_len is {self.max_model_len}; a prompt and an output token need at least 2")
         if self.store is not None and self.cache_dir is None:
             raise ConfigError("store is set and cache_dir is not; name a folder for the packed adapters that are fetched")
+        try:
+            check_pins(self.kernels, unavailable={})
+        except BadPin as error:
+            raise ConfigError(str(error)) from error
 
     def _check_numbers(self) -> None:
         for name in (

@@ -53,7 +53,7 @@ class EngineCore:
         results = self._runner.execute(plan) if plan.scheduled else []
         self.last_num_tokens = plan.num_tokens
         self._num_steps += bool(plan.scheduled)
-        self._num_step_tokens += plan.num_tokens
+        self._num_step_tokens += self.last_num_tokens
         return self._scheduler.update(plan, results)
 
     def take_in_loads(self) -> None:

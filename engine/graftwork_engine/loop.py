@@ -6,6 +6,7 @@ One thread computes (`EngineLoop`), one owns the socket (`server.EngineServer`),
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import queue
@@ -180,6 +181,8 @@ def serve(assembly: Assembly, endpoint: str, step_limit_s: float) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: loop.stop())
     server.start()
+    gc.collect()
+    gc.freeze()  # what is here by now stays: a full collection would look through all of torch, and every stream would pause
     threading.Thread(target=_watch_for_hangs, args=(loop, step_limit_s), name="engine-watchdog", daemon=True).start()
     logger.info("engine %s is ready", epoch)
     try:

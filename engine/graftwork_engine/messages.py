@@ -138,7 +138,7 @@ class Running(msgspec.Struct, frozen=True, tag="running"):
     request_ids: list[str]
 
 
-class OutItem(msgspec.Struct, frozen=True, omit_defaults=True):
+class OutItem(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What one step made of one request. ``finish``: stop, length, abort or error; the last item of a request has it."""
 
     request_id: str

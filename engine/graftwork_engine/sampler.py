@@ -8,15 +8,17 @@ A row that no token can be drawn from fails its own request; the others never no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from graftwork_engine.errors import ErrorCode
-from graftwork_engine.messages import EngineError, Sampling, TokenLogprob
-from graftwork_kernels import ops
+from graftwork_engine.messages import EngineError, TokenLogprob
 from graftwork_kernels.layout import LogitBias, Penalties, SamplingBatch
+from graftwork_kernels.ops import Operators
 
 SCORED_ROWS_AT_ONCE = 128
 """Bounds the memory of a long prompt's logits: 128 rows of a vocabulary of 150 000 are 77 MB."""
@@ -28,43 +30,54 @@ NOTHING_TO_DRAW = EngineError(
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """What came of one row: a token, with its logprob where the request wants it, or why there is none."""
+class Draws:
+    """What came of S rows: a token of each, with the logprobs of the rows that want them; and why a row gives none, if so.
 
-    token_id: int | None = None
-    logprob: TokenLogprob | None = None
-    failure: EngineError | None = None
+    The token of a row with a failure means nothing.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprob]
+    failures: dict[int, EngineError]
 
 
 def draw_tokens(
-    logits: Tensor, batch: SamplingBatch, bias: LogitBias | None, penalties: Penalties | None, wanted: Sequence[Sampling]
-) -> list[Draw]:
-    """One draw for each row of ``logits`` fp32 [S, V], which bias and penalties overwrite; ``wanted`` has S entries."""
-    if not wanted:
-        return []
-    failures: list[EngineError | None] = [None if finite else NOT_FINITE for finite in ops.finite_rows(logits).tolist()]
-    with_logprobs = [row for row, sampling in enumerate(wanted) if sampling.logprobs is not None]
+    ops: Operators,
+    logits: Tensor,
+    batch: SamplingBatch,
+    bias: LogitBias | None,
+    penalties: Penalties | None,
+    num_top_logprobs: Mapping[int, int],
+) -> Draws:
+    """Draw from each row of ``logits`` fp32 [S, V], which bias and penalties overwrite.
+
+    ``num_top_logprobs`` has the rows whose logprobs are wanted, with the number of alternatives beside the drawn token.
+    """
+    failures = dict.fromkeys(_undrawable(ops, logits), NOT_FINITE)
+    with_logprobs = list(num_top_logprobs)
     raw = logits[with_logprobs] if with_logprobs else None
     if bias is not None:
         ops.apply_logit_bias(logits, bias)
     if penalties is not None:
         ops.apply_penalties(logits, penalties)
     if bias is not None or penalties is not None:
-        drawable = ops.finite_rows(logits).tolist()
-        failures = [failure or (None if can else NOTHING_TO_DRAW) for failure, can in zip(failures, drawable, strict=True)]
+        failures = {**dict.fromkeys(_undrawable(ops, logits), NOTHING_TO_DRAW), **failures}
     tokens = ops.sample(logits, batch)
-
-    logprobs: list[TokenLogprob | None] = [None] * len(wanted)
+    logprobs: dict[int, TokenLogprob] = {}
     if raw is not None:
-        tops = [wanted[row].logprobs or 0 for row in with_logprobs]
-        for row, logprob in zip(with_logprobs, _logprobs(raw, tokens[with_logprobs], tops), strict=True):
-            logprobs[row] = logprob
-    rows = zip(tokens.tolist(), logprobs, failures, strict=True)
-    return [Draw(token_id, logprob) if failure is None else Draw(failure=failure) for token_id, logprob, failure in rows]
+        found = _logprobs(ops, raw, tokens[with_logprobs], list(num_top_logprobs.values()))
+        logprobs = dict(zip(with_logprobs, found, strict=True))
+    return Draws(tokens.tolist(), logprobs, failures)
+
+
+def _undrawable(ops: Operators, logits: Tensor) -> list[int]:
+    """Rows that no token can be drawn from."""
+    finite: npt.NDArray[np.bool_] = ops.finite_rows(logits).numpy(force=True)
+    return [] if finite.all() else np.flatnonzero(~finite).tolist()
 
 
 def score_tokens(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, tops: Sequence[int]
+    ops: Operators, head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, tops: Sequence[int]
 ) -> Iterator[TokenLogprob | None]:
     """The logprob of ``targets`` int64 [P] under the logits that ``head`` makes of ``hidden`` [P, H]; ``tops`` has P entries.
 
@@ -74,11 +87,11 @@ def score_tokens(
         part = slice(start, start + SCORED_ROWS_AT_ONCE)
         logits = head(hidden[part])
         finite = ops.finite_rows(logits).tolist()
-        for logprob, is_finite in zip(_logprobs(logits, targets[part], tops[part]), finite, strict=True):
+        for logprob, is_finite in zip(_logprobs(ops, logits, targets[part], tops[part]), finite, strict=True):
             yield logprob if is_finite else None
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprob]:
+def _logprobs(ops: Operators, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprob]:
     """Logprobs of ``tokens`` from raw ``logits``; row i reports its ``tops[i]`` best alternatives."""
     chosen, top_ids, top_logprobs = ops.token_logprobs(logits, tokens, max(tops))
     rows = zip(chosen.tolist(), top_ids.tolist(), top_logprobs.tolist(), tops, strict=True)

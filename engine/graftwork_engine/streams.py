@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -10,7 +11,12 @@ from types import TracebackType
 import msgspec
 
 from graftwork_engine.errors import ErrorCode, RequestFailed, RequestRejected
-from graftwork_engine.messages import Add, EngineError, OutItem, Sampling
+from graftwork_engine.messages import Add, EngineError, OutItem, Sampling, TokenLogprob
+
+MERGED_TOKENS = 64
+"""A reader that is behind gets its tokens in items of about this many at most, so that none takes it long."""
+
+_ORDINARY_ENDS = (None, "stop", "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +32,69 @@ class GenerationRequest:
     timeout_s: float | None = None
 
 
+class Inbox:
+    """Items of one request or several on their way to one reader, in order; neighbours of one request that wait come as one."""
+
+    def __init__(self) -> None:
+        self._items: deque[OutItem] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+
+    def put(self, item: OutItem) -> None:
+        """Leave an item; wakes the reader once, however many come before it runs."""
+        self._items.append(item)
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None and not arrival.done():
+            arrival.set_result(None)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing waits."""
+        return not self._items
+
+    def arrival(self) -> asyncio.Future[None]:
+        """What the reader of an empty inbox awaits. A future and no coroutine, for there is one for each token."""
+        self._arrival = asyncio.get_running_loop().create_future()
+        return self._arrival
+
+    def take(self) -> OutItem:
+        """The next item; raises `IndexError` if nothing waits."""
+        items = self._items
+        item = items.popleft()
+        if not items or not _goes_on(item, items[0]):
+            return item
+        parts, num_tokens = [item], len(item.token_ids)
+        while items and num_tokens < MERGED_TOKENS and _goes_on(parts[-1], items[0]):
+            parts.append(items.popleft())
+            num_tokens += len(parts[-1].token_ids)
+        return _merged(parts)
+
+
+def _goes_on(item: OutItem, following: OutItem) -> bool:
+    """True if a reader may have both as one: what ends a request in another way than by its tokens stands alone."""
+    return following.request_id == item.request_id and item.finish is None and following.finish in _ORDINARY_ENDS
+
+
+def _merged(parts: list[OutItem]) -> OutItem:
+    logprobs: list[TokenLogprob] | None = None
+    if parts[0].logprobs is not None:
+        logprobs = [entry for part in parts for entry in part.logprobs or ()]
+    return msgspec.structs.replace(
+        parts[0],
+        token_ids=[token_id for part in parts for token_id in part.token_ids],
+        logprobs=logprobs,
+        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
+        finish=parts[-1].finish,
+        cached_tokens=max(part.cached_tokens for part in parts),
+    )
+
+
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One request, and the tokens its reader has or will have. Several may share one queue of ``items``."""
+    """One request, and the tokens its reader has or will have. Several may share one inbox."""
 
     request: GenerationRequest
     deadline: float | None  # Unix time
-    items: asyncio.Queue[OutItem] = field(default_factory=asyncio.Queue)
+    inbox: Inbox = field(default_factory=Inbox)
     output_ids: list[int] = field(default_factory=list)
     running_in: str | None = None  # the epoch in which it was last seen running
     crashes: int = 0
@@ -53,7 +115,7 @@ class Stream:
         )
 
     def push(self, item: OutItem) -> bool:
-        """Queue the new part of an item; True once the stream has ended. Tokens the reader has are dropped."""
+        """Leave the new part of an item for the reader; True once the stream has ended. Tokens the reader has are dropped."""
         known = len(self.output_ids) - item.first_output_index
         if known < 0:
             error = EngineError(ErrorCode.INTERNAL, f"tokens {len(self.output_ids)}..{item.first_output_index} were lost")
@@ -66,11 +128,11 @@ class Stream:
                 logprobs=None if item.logprobs is None else item.logprobs[known:],
             )
         self.output_ids.extend(item.token_ids)
-        self.items.put_nowait(item)
+        self.inbox.put(item)
         return item.finish is not None
 
     def end(self, finish: str, error: EngineError | None = None) -> None:
-        """Queue the last word, where no engine says it."""
+        """Leave the last word, where no engine says it."""
         self.push(OutItem(self.request.request_id, len(self.output_ids), finish=finish, error=error))
 
 
@@ -83,13 +145,13 @@ class StreamGroup:
 
     def __init__(
         self,
-        begin: Callable[[GenerationRequest, asyncio.Queue[OutItem]], Awaitable[None]],
+        begin: Callable[[GenerationRequest, Inbox], Awaitable[None]],
         abort: Callable[[str, int | None], Awaitable[None]],
     ) -> None:
-        """``begin`` starts a request whose items go to the queue; ``abort`` ends one at an output index (None: where it is)."""
+        """``begin`` starts a request whose items go to the inbox; ``abort`` ends one at an output index (None: where it is)."""
         self._begin = begin
         self._abort = abort
-        self._items: asyncio.Queue[OutItem] = asyncio.Queue()
+        self._inbox = Inbox()
         self._open: set[str] = set()
 
     async def __aenter__(self) -> StreamGroup:
@@ -103,9 +165,15 @@ class StreamGroup:
         return self
 
     async def __anext__(self) -> OutItem:
-        """The next item of any request; raises `RequestRejected` or `RequestFailed` for one that ended so."""
+        """The next item of any request; raises `RequestRejected` or `RequestFailed` for one that ended so.
+
+        A reader that is behind gets what waits of a request as one item.
+        """
+        inbox = self._inbox
         while self._open:
-            item = await self._items.get()
+            while inbox.is_empty:
+                await inbox.arrival()
+            item = inbox.take()
             if item.request_id not in self._open:
                 continue  # it was stopped while this item waited
             if item.finish is not None:
@@ -118,7 +186,7 @@ class StreamGroup:
     async def add(self, request: GenerationRequest) -> None:
         """Start a request; its id must be no other's."""
         self._open.add(request.request_id)
-        await self._begin(request, self._items)
+        await self._begin(request, self._inbox)
 
     async def stop(self, request_id: str, output_index: int) -> None:
         """No more is wanted of a request: tokens from ``output_index`` on are not, and none of its items follows."""

@@ -4,10 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from graftwork_kernels.layout import NO_ADAPTER, AdapterBatch
+
+
+class AdapterGroups:
+    """An `AdapterBatch` of up to ``num_rows`` rows on the CPU, in memory that stays where it is from step to step.
+
+    ``whole`` is all of it, for whoever keeps its addresses.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._token_adapter = np.full(num_rows, NO_ADAPTER, dtype=np.int32)
+        self._permutation = np.arange(num_rows)
+        self._segment_start = np.zeros(num_rows + 1, dtype=np.int32)
+        self._segment_adapter = np.full(num_rows, NO_ADAPTER, dtype=np.int32)
+        self._num_segments = np.zeros(1, dtype=np.int32)
+        self._num_rows = 0
+        arrays = (self._token_adapter, self._permutation, self._segment_start, self._segment_adapter, self._num_segments)
+        self.whole = AdapterBatch(*map(torch.from_numpy, arrays))
+
+    def first(self, num_rows: int) -> AdapterBatch:
+        """The part of ``whole`` that `group` wrote for as many rows."""
+        whole = self.whole
+        return AdapterBatch(
+            whole.token_adapter[:num_rows],
+            whole.permutation[:num_rows],
+            whole.segment_start[: num_rows + 1],
+            whole.segment_adapter[:num_rows],
+            whole.num_segments,
+        )
+
+    def group(self, token_adapter: npt.NDArray[np.int32]) -> None:
+        """Write the groups of these rows' adapters, unless they are what the last step's were."""
+        num_rows = len(token_adapter)
+        if num_rows == self._num_rows and np.array_equal(token_adapter, self._token_adapter[:num_rows]):
+            return
+        self._num_rows = num_rows
+        self._token_adapter[:num_rows] = token_adapter
+        # As an unsigned number -1 is the largest: base rows sort last, a tail that grouped work never visits.
+        order = np.argsort(token_adapter.view(np.uint32), kind="stable")
+        self._permutation[:num_rows] = order
+        num_grouped = int(np.count_nonzero(token_adapter != NO_ADAPTER))
+        grouped = token_adapter[order[:num_grouped]]
+        starts = np.flatnonzero(np.diff(grouped, prepend=NO_ADAPTER))
+        num_segments = len(starts)
+        self._segment_start[:num_segments] = starts
+        self._segment_start[num_segments : num_rows + 1] = num_grouped
+        self._segment_adapter[:num_segments] = grouped[starts]
+        self._segment_adapter[num_segments:num_rows] = NO_ADAPTER
+        self._num_segments[0] = num_segments
 
 
 def build_adapter_batch(token_adapter: Sequence[int] | Tensor, device: torch.device | str = "cpu") -> AdapterBatch:
@@ -23,23 +73,13 @@ def build_adapter_batch(token_adapter: Sequence[int] | Tensor, device: torch.dev
     num_rows = rows.numel()
     if num_rows and int(rows.min()) < NO_ADAPTER:
         raise ValueError(f"token_adapter: expected adapters >= {NO_ADAPTER}, got {int(rows.min())}")
-
-    token_adapter = rows.to(torch.int32)
-    # Base rows sort last: they are a tail that grouped work never visits.
-    sort_key = token_adapter.masked_fill(token_adapter == NO_ADAPTER, torch.iinfo(torch.int32).max)
-    permutation = torch.argsort(sort_key, stable=True)
-    num_grouped = int((token_adapter != NO_ADAPTER).sum())
-    adapters, sizes = torch.unique_consecutive(token_adapter[permutation[:num_grouped]], return_counts=True)
-    num_segments = adapters.numel()
-
-    segment_start = torch.full((num_rows + 1,), num_grouped, dtype=torch.int32)
-    segment_start[:num_segments] = sizes.cumsum(0) - sizes
-    segment_adapter = torch.full((num_rows,), NO_ADAPTER, dtype=torch.int32)
-    segment_adapter[:num_segments] = adapters
+    groups = AdapterGroups(num_rows)
+    groups.group(rows.to(torch.int32).numpy())
+    batch = groups.whole
     return AdapterBatch(
-        token_adapter=token_adapter.to(device),
-        permutation=permutation.to(device),
-        segment_start=segment_start.to(device),
-        segment_adapter=segment_adapter.to(device),
-        num_segments=torch.tensor([num_segments], dtype=torch.int32, device=device),
+        batch.token_adapter.to(device),
+        batch.permutation.to(device),
+        batch.segment_start.to(device),
+        batch.segment_adapter.to(device),
+        batch.num_segments.to(device),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 import torch
 from torch import Tensor
@@ -38,6 +38,37 @@ class SiteField(IntEnum):
 
 
 NUM_SITE_FIELDS = len(SiteField)
+
+
+class WeightLayout(Enum):
+    """How the elements of a prepared weight lie."""
+
+    PLAIN = "plain"  # [out, in]
+    PANELS = "panels"  # as the `cpu` implementation's tiles read them
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix of ``out_features`` rows of ``in_features``, as `graftwork_kernels.ops.Operators.prepare_weight` made it of a
+    tensor.
+
+    ``data`` is read by implementations alone, which know what its ``layout`` means.
+    """
+
+    data: Tensor
+    out_features: int
+    in_features: int
+    layout: WeightLayout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        return self.data.dtype
+
+    @classmethod
+    def plain(cls, matrix: Tensor) -> Weight:
+        """``matrix`` [out, in] as it is."""
+        return cls(matrix, matrix.shape[0], matrix.shape[1], WeightLayout.PLAIN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graftwork_kernels.checks import check_dtype, check_even_last_dim, check_float, check_last_dim, check_shape
+from graftwork_kernels.implementation import Implementation
 from graftwork_kernels.layout import (
     NUM_SITE_FIELDS,
     AdapterBatch,
@@ -23,282 +24,299 @@ from graftwork_kernels.layout import (
     LogitBias,
     Penalties,
     SamplingBatch,
+    Weight,
 )
-from graftwork_kernels.reference import attention as _attention
-from graftwork_kernels.reference import elementwise as _elementwise
-from graftwork_kernels.reference import linear as _linear
-from graftwork_kernels.reference import penalties as _penalties
-from graftwork_kernels.reference import philox as _philox
-from graftwork_kernels.reference import sampling as _sampling
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension; leading dimensions are any, so it also norms each head of q or k.
+class Operators:
+    """The operators of one `Implementation`, their arguments checked."""
 
-    Semantics: ``weight * cast(x / sqrt(mean(x**2, -1) + eps))``: normalised in fp32, cast to x's type, then multiplied in that
-    type, the order Hugging Face's Llama has. x float [..., H], weight [H] of x's type → [..., H]. Batch-invariant.
-    """
-    _check_norm(x, weight)
-    return _elementwise.rms_norm(x, weight, eps)
+    def __init__(self, implementation: Implementation) -> None:
+        self._implementation = implementation
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last dimension; leading dimensions are any, so it also norms each head of q or k.
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add to the residual stream and norm the sum.
+        Semantics: ``weight * cast(x / sqrt(mean(x**2, -1) + eps))``: normalised in fp32, cast to x's type, then multiplied in that
+        type, the order Hugging Face's Llama has. x float [..., H], weight [H] of x's type → [..., H]. Batch-invariant.
+        """
+        _check_norm(x, weight)
+        return self._implementation.rms_norm(x, weight, eps)
 
-    Semantics: ``total = x + residual`` in the residual's type; ``(rms_norm(total, weight, eps), total)``, the first cast to x's
-    type before the weight is multiplied. x float [..., H], residual of its type or fp32: a stream of many layers loses what a
-    bf16 sum rounds away. Batch-invariant.
-    """
-    _check_norm(x, weight)
-    if residual.dtype != torch.float32:
-        check_dtype("residual", residual, x.dtype)
-    check_shape("residual", residual, *x.shape)
-    return _elementwise.add_rms_norm(x, residual, weight, eps)
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Add to the residual stream and norm the sum.
 
+        Semantics: ``total = x + residual`` in fp32; ``(rms_norm(total, weight, eps), total)``, the first cast to x's type before
+        the weight is multiplied. None for the residual, where nothing came before, is 0. x float [..., H], residual fp32 (a stream
+        of many layers loses what a bf16 sum rounds away). Batch-invariant.
+        """
+        _check_norm(x, weight)
+        if residual is not None:
+            check_dtype("residual", residual, torch.float32)
+            check_shape("residual", residual, *x.shape)
+        return self._implementation.add_rms_norm(x, residual, weight, eps)
 
-def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys to their positions, pairing the two halves of a head (Hugging Face's convention).
+    def rotary_and_write_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_slot: Tensor,
+    ) -> Tensor:
+        """Rotate queries and keys to their positions, and put keys and values into the paged cache; the rotated queries.
 
-    Semantics, for each head x of row t: ``cos, sin = split(cos_sin[positions[t]], 2)``; ``a, b = split(x, 2)``;
-    ``concat(a * cos - b * sin, b * cos + a * sin)``. q float [T, Hq, D], k [T, Hk, D], positions int64 [T], cos_sin fp32 [P, D],
-    cosines in the first half. A position ≥ P is an IndexError. New tensors of q's and k's types. Batch-invariant.
-    """
-    check_float("q", q)
-    check_even_last_dim("q", q)
-    check_shape("q", q, None, None, None)
-    num_rows, _, head_dim = q.shape
-    check_dtype("k", k, q.dtype)
-    check_shape("k", k, num_rows, None, head_dim)
-    check_dtype("positions", positions, torch.int64)
-    check_shape("positions", positions, num_rows)
-    check_dtype("cos_sin", cos_sin, torch.float32)
-    check_shape("cos_sin", cos_sin, None, head_dim)
-    return _elementwise.rotary(q, k, positions, cos_sin)
+        Semantics: a head x of row t is turned, its two halves paired (Hugging Face's convention), as ``cos, sin =
+        split(cos_sin[positions[t]], 2)``; ``a, b = split(x, 2)``; ``concat(a * cos - b * sin, b * cos + a * sin)``, and cast to
+        its type. Then, for each row t with ``s = kv_slot[t] >= 0``: ``k_cache[s // block_size, :, s % block_size] = turned k[t]``,
+        the same for v as it is. A slot of -1 writes nowhere; two rows with one slot: either may win.
 
+        q float [T, Hq, D], k and v [T, Hk, D] of its type, whose rows may lie apart (heads of a row may not); positions int64 [T];
+        cos_sin fp32 [P, D], cosines in the first half; caches of the same type, contiguous, [num_blocks, Hk, block_size, D];
+        kv_slot int64 [T]. A position >= P is an IndexError. Returns [T, Hq, D]. Batch-invariant.
+        """
+        check_float("q", q)
+        check_even_last_dim("q", q)
+        check_shape("q", q, None, None, None)
+        num_kv_heads, head_dim = _check_caches(k_cache, v_cache)
+        num_rows = q.shape[0]
+        check_shape("q", q, num_rows, None, head_dim)
+        for name, tensor in (("k", k), ("v", v)):
+            check_dtype(name, tensor, k_cache.dtype)
+            check_shape(name, tensor, num_rows, num_kv_heads, head_dim)
+        check_dtype("k", k, q.dtype)
+        check_dtype("positions", positions, torch.int64)
+        check_shape("positions", positions, num_rows)
+        check_dtype("cos_sin", cos_sin, torch.float32)
+        check_shape("cos_sin", cos_sin, None, head_dim)
+        check_dtype("kv_slot", kv_slot, torch.int64)
+        check_shape("kv_slot", kv_slot, num_rows)
+        return self._implementation.rotary_and_write_kv(q, k, v, positions, cos_sin, k_cache, v_cache, kv_slot)
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """The gated activation of Llama's MLP, SwiGLU.
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """The gated activation of Llama's MLP, SwiGLU.
 
-    Semantics: ``gate, up = split(gate_up, 2, -1)``; ``gate / (1 + exp(-gate)) * up``. Float [..., 2I] → [..., I]. Batch-invariant.
-    """
-    check_float("gate_up", gate_up)
-    check_even_last_dim("gate_up", gate_up)
-    return _elementwise.silu_and_mul(gate_up)
+        Semantics: ``gate, up = split(gate_up, 2, -1)``; ``gate / (1 + exp(-gate)) * up``. Float [..., 2I] → [..., I].
+        Batch-invariant.
+        """
+        check_float("gate_up", gate_up)
+        check_even_last_dim("gate_up", gate_up)
+        return self._implementation.silu_and_mul(gate_up)
 
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """The gated activation of Gemma's MLP, GEGLU.
 
-def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """The gated activation of Gemma's MLP, GEGLU.
+        Semantics: ``gate, up = split(gate_up, 2, -1)``; ``gelu(gate) * up``. Float [..., 2I] → [..., I]. Batch-invariant.
+        gelu is the tanh approximation, ``0.5 g (1 + tanh(sqrt(2/pi) (g + 0.044715 g**3)))`` (Hugging Face's "gelu_pytorch_tanh").
+        """
+        check_float("gate_up", gate_up)
+        check_even_last_dim("gate_up", gate_up)
+        return self._implementation.gelu_and_mul(gate_up)
 
-    Semantics: ``gate, up = split(gate_up, 2, -1)``; ``gelu(gate) * up``. Float [..., 2I] → [..., I]. Batch-invariant.
-    gelu is the tanh approximation, ``0.5 g (1 + tanh(sqrt(2/pi) (g + 0.044715 g**3)))`` (Hugging Face's "gelu_pytorch_tanh").
-    """
-    check_float("gate_up", gate_up)
-    check_even_last_dim("gate_up", gate_up)
-    return _elementwise.gelu_and_mul(gate_up)
+    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+        """Causal attention of a step's rows, any mix of prefill chunks and decode rows, over the paged cache.
 
+        Semantics, for row i of request r and query head h, at position ``p = context_len[r] - query_len[r] + i``:
+        ``slots = [block_table[r, j // block_size] * block_size + j % block_size for j in 0 .. p]``; with K and V those slots of the
+        caches' head ``h // (Hq / Hk)``: ``softmax(scale * K @ q) @ V``, softmax and sums in fp32. The row's own key and value have
+        been written before. Rows beyond the last request are 0. Nothing outside a request's own context is read into its result.
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slot: Tensor) -> None:
-    """Put a step's keys and values into the paged cache, in place.
+        q float [T, Hq, D], Hq a multiple of Hk; caches as in `rotary_and_write_kv`; 1 ≤ query_len ≤ context_len for a request that
+        has rows.
 
-    Semantics, for each row t with ``s = kv_slot[t] >= 0``: ``k_cache[s // block_size, :, s % block_size] = k[t]``, the same for v.
-    A slot of -1 writes nowhere; two rows with one slot: either may win. k, v [T, Hk, D]; the caches, contiguous and of the same
-    type, [num_blocks, Hk, block_size, D]; kv_slot int64 [T]. Batch-invariant.
-    """
-    num_kv_heads, head_dim = _check_caches(k_cache, v_cache)
-    for name, tensor in (("k", k), ("v", v)):
-        check_dtype(name, tensor, k_cache.dtype)
-        check_shape(name, tensor, kv_slot.numel(), num_kv_heads, head_dim)
-    check_dtype("kv_slot", kv_slot, torch.int64)
-    check_shape("kv_slot", kv_slot, None)
-    _attention.write_kv(k, v, k_cache, v_cache, kv_slot)
+        Batch-invariant: a decode row is summed in chunks fixed by its own context, a prefill chunk is computed alone. The same
+        token computed in a prefill chunk and as a decode row differs by fp32 rounding.
+        """
+        check_float("q", q)
+        check_shape("q", q, None, None, None)
+        num_kv_heads, head_dim = _check_caches(k_cache, v_cache)
+        check_last_dim("q", q, head_dim)
+        if q.shape[1] % num_kv_heads:
+            raise ValueError(f"q: {q.shape[1]} heads do not divide among {num_kv_heads} key and value heads")
+        num_requests = batch.context_len.numel()
+        check_shape("batch.query_start", batch.query_start, num_requests + 1)
+        check_shape("batch.block_table", batch.block_table, num_requests, None)
+        return self._implementation.paged_attention(q, k_cache, v_cache, batch, scale)
 
+    def prepare_weight(self, weight: Tensor) -> Weight:
+        """A matrix [out, in] in the order in which this implementation reads it, for `embedding`, `linear` and `adapter_linear`.
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Causal attention of a step's rows, any mix of prefill chunks and decode rows, over the paged cache.
+        The tensor may be kept or copied: it is not to be written afterwards. Done once, after loading.
+        """
+        check_float("weight", weight)
+        check_shape("weight", weight, None, None)
+        return self._implementation.prepare_weight(weight)
 
-    Semantics, for row i of request r and query head h, at position ``p = context_len[r] - query_len[r] + i``:
-    ``slots = [block_table[r, j // block_size] * block_size + j % block_size for j in 0 .. p]``; with K and V those slots of the
-    caches' head ``h // (Hq / Hk)``: ``softmax(scale * K @ q) @ V``, softmax and sums in fp32. The row's own key and value have been
-    written before. Rows beyond the last request are 0. Nothing outside a request's own context is read into its result.
+    def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
+        """Rows of a matrix. token_ids int64 [T], 0 <= id < out → [T, in] of the weight's type; another id is an IndexError.
 
-    q float [T, Hq, D], Hq a multiple of Hk; caches as in `write_kv`; 1 ≤ query_len ≤ context_len for a request that has rows.
+        Batch-invariant.
+        """
+        check_dtype("token_ids", token_ids, torch.int64)
+        check_shape("token_ids", token_ids, None)
+        return self._implementation.embedding(token_ids, weight)
 
-    Batch-invariant: a decode row is summed in chunks fixed by its own context, a prefill chunk is computed alone. The same
-    token computed in a prefill chunk and as a decode row differs by fp32 rounding.
-    """
-    check_float("q", q)
-    check_shape("q", q, None, None, None)
-    num_kv_heads, head_dim = _check_caches(k_cache, v_cache)
-    check_last_dim("q", q, head_dim)
-    if q.shape[1] % num_kv_heads:
-        raise ValueError(f"q: {q.shape[1]} heads do not divide among {num_kv_heads} key and value heads")
-    num_requests = batch.context_len.numel()
-    check_shape("batch.query_start", batch.query_start, num_requests + 1)
-    check_shape("batch.block_table", batch.block_table, num_requests, None)
-    return _attention.paged_attention(q, k_cache, v_cache, batch, scale)
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        """A linear that carries no adapter, for instance the output head, whose logits ask for ``out_dtype`` fp32.
 
+        Semantics: ``cast(x @ weight.T + bias)``, in x's type if ``out_dtype`` is None. x float [T, in], weight [out, in] of its
+        type, bias [out] or None.
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """A linear that carries no adapter, for instance the output head, whose logits ask for ``out_dtype`` fp32.
+        Batch-invariant in the `cpu` implementation; not in the reference, whose BLAS picks its kernel by the number of rows.
+        """
+        _check_linear(x, weight, bias)
+        return self._implementation.linear(x, weight, bias, x.dtype if out_dtype is None else out_dtype)
 
-    Semantics: ``cast(x @ weight.T + bias)``, in x's type if ``out_dtype`` is None. x float [T, in], weight [out, in] of its type,
-    bias [out] or None.
+    def adapter_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        memory: AdapterMemory,
+        batch: AdapterBatch,
+        sites: tuple[LinearSite, ...],
+    ) -> Tensor:
+        """A linear, or several packed into one weight, to which each row's own adapter is added.
 
-    Not batch-invariant: the BLAS picks its kernel by the number of rows (MKL: below four rows another than above).
-    """
-    _check_linear(x, weight, bias)
-    return _linear.linear(x, weight, bias, x.dtype if out_dtype is None else out_dtype)
+        Semantics, for row t with adapter ``a = token_adapter[t]``, from ``y = x[t] @ weight.T`` and ``b = bias`` (None: 0)::
 
+            if a >= 0:
+                for site in sites:
+                    record, columns = memory.sites[a, site.index], site.start : site.start + site.size
+                    A = rows record.A_ROW .. + RANK   of memory, [r, in]
+                    B = rows record.B_ROW .. + RANK   of memory, [r, size], B of the LoRA paper transposed, the scale folded in
+                    y[columns] += (x[t] @ A.T) @ B
+                    if record.SCALE_ROW >= 0: y[columns] *= that fp32 row
+                    if record.BIAS_ROW >= 0: b[columns] = that fp32 row     # in place of the base's, not beside it
+            out[t] = cast(y + b)
 
-def adapter_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    memory: AdapterMemory,
-    batch: AdapterBatch,
-    sites: tuple[LinearSite, ...],
-) -> Tensor:
-    """A linear, or several packed into one weight, to which each row's own adapter is added.
+        Rows of memory are found through ``row_offset`` and read as `graftwork_kernels.row_codec` says; all is fp32 until the cast.
+        x float [T, in], weight [out, in] of its type, bias [out] or None; ``sites`` do not overlap and need not cover the columns.
+        An adapter that memory does not hold, and a record that points outside memory, raise ValueError or IndexError.
 
-    Semantics, for row t with adapter ``a = token_adapter[t]``, from ``y = x[t] @ weight.T`` and ``b = bias`` (None: 0)::
+        Batch invariance: the base product has that of `linear`. What the adapter adds is batch-invariant in the `cpu`
+        implementation; in the reference it depends, by fp32 rounding, on how many rows of the same adapter are in the step. It
+        never depends on rows of others: their weights, ranks and values never meet.
+        """
+        _check_linear(x, weight, bias)
+        check_shape("batch.token_adapter", batch.token_adapter, x.shape[0])
+        check_dtype("memory.pool", memory.pool, torch.uint8)
+        check_dtype("memory.sites", memory.sites, torch.int64)
+        check_shape("memory.sites", memory.sites, None, None, NUM_SITE_FIELDS)
+        for site in sites:
+            if not (0 <= site.index < memory.sites.shape[1] and 0 <= site.start <= site.start + site.size <= weight.out_features):
+                raise ValueError(f"sites: {site} lies outside {memory.sites.shape[1]} sites or {weight.out_features} columns")
+        return self._implementation.adapter_linear(x, weight, bias, memory, batch, sites)
 
-        if a >= 0:
-            for site in sites:
-                record, columns = memory.sites[a, site.index], site.start : site.start + site.size
-                A = rows record.A_ROW .. + RANK   of memory, [r, in]
-                B = rows record.B_ROW .. + RANK   of memory, [r, size], B of the LoRA paper transposed, the scale folded in
-                y[columns] += (x[t] @ A.T) @ B
-                if record.SCALE_ROW >= 0: y[columns] *= that fp32 row
-                if record.BIAS_ROW >= 0: b[columns] = that fp32 row     # in place of the base's, not beside it
-        out[t] = cast(y + b)
+    def finite_rows(self, logits: Tensor) -> Tensor:
+        """Which rows a token can be drawn from.
 
-    Rows of memory are found through ``row_offset`` and read as `graftwork_kernels.row_codec` says; all is fp32 until the cast.
-    x float [T, in], weight [out, in] of its type, bias [out] or None; ``sites`` do not overlap and need not cover the columns.
-    An adapter that memory does not hold, and a record that points outside memory, raise ValueError or IndexError.
+        Semantics: ``isfinite(max(logits, -1))``, where the maximum of a row that holds NaN is NaN: false for a row with NaN or +inf
+        anywhere, and for one with nothing but -inf. fp32 [R, V], V ≥ 1 → bool [R]. Batch-invariant.
+        """
+        _check_logits(logits)
+        return self._implementation.finite_rows(logits)
 
-    Batch invariance: the base product has that of `linear`. What the adapter adds depends, by fp32 rounding, on how many rows of
-    the same adapter are in the step, and not at all on rows of others: their weights, ranks and values never meet.
-    """
-    _check_linear(x, weight, bias)
-    check_shape("batch.token_adapter", batch.token_adapter, x.shape[0])
-    check_dtype("memory.pool", memory.pool, torch.uint8)
-    check_dtype("memory.sites", memory.sites, torch.int64)
-    check_shape("memory.sites", memory.sites, None, None, NUM_SITE_FIELDS)
-    for site in sites:
-        if not (0 <= site.index < memory.sites.shape[1] and 0 <= site.start <= site.start + site.size <= weight.shape[0]):
-            raise ValueError(f"sites: {site} lies outside {memory.sites.shape[1]} sites or {weight.shape[0]} columns")
-    return _linear.adapter_linear(x, weight, bias, memory, batch, sites)
+    def apply_logit_bias(self, logits: Tensor, bias: LogitBias) -> None:
+        """Add to single logits, in place; the first of what is done to logits before `sample`.
 
+        Semantics, for each entry e of row r: ``logits[r, token_id[e]] += value[e]``. fp32 [R, V]; a row without entries keeps every
+        bit. Entries of one row with the same token: either may win. Batch-invariant.
+        """
+        _check_logits(logits)
+        _check_entries("bias", bias.row_start, bias.token_id, logits.shape[0])
+        check_dtype("bias.value", bias.value, torch.float32)
+        check_shape("bias.value", bias.value, bias.token_id.numel())
+        self._implementation.apply_logit_bias(logits, bias)
 
-def finite_rows(logits: Tensor) -> Tensor:
-    """Which rows a token can be drawn from.
+    def apply_penalties(self, logits: Tensor, penalties: Penalties) -> None:
+        """Make tokens that prompt and output hold less (or more) probable, in place; after `apply_logit_bias`, before `sample`.
 
-    Semantics: ``isfinite(max(logits, -1))``, where the maximum of a row that holds NaN is NaN: false for a row with NaN or +inf
-    anywhere, and for one with nothing but -inf. fp32 [R, V], V ≥ 1 → bool [R]. Batch-invariant.
-    """
-    _check_logits(logits)
-    return _penalties.finite_rows(logits)
+        Semantics, for each entry e of row r with ``x = logits[r, token_id[e]]`` and ``n = output_count[e]``, fp32, rounded after
+        each operation and in this order::
 
+            x = x / repetition[r] if x > 0 else x * repetition[r]
+            x = x - frequency[r] * n
+            x = x - presence[r] * (n > 0)
 
-def apply_logit_bias(logits: Tensor, bias: LogitBias) -> None:
-    """Add to single logits, in place; the first of what is done to logits before `sample`.
+        The first is the penalty of Keskar et al., "CTRL" (2019), over prompt and output; the others are OpenAI's, over the output
+        alone. fp32 [R, V]; a row without entries keeps every bit. Entries of one row with the same token: either may win.
+        Batch-invariant.
+        """
+        _check_logits(logits)
+        num_rows = logits.shape[0]
+        _check_entries("penalties", penalties.row_start, penalties.token_id, num_rows)
+        check_dtype("penalties.output_count", penalties.output_count, torch.int32)
+        check_shape("penalties.output_count", penalties.output_count, penalties.token_id.numel())
+        for name, column in (
+            ("repetition", penalties.repetition),
+            ("frequency", penalties.frequency),
+            ("presence", penalties.presence),
+        ):
+            check_dtype(f"penalties.{name}", column, torch.float32)
+            check_shape(f"penalties.{name}", column, num_rows)
+        self._implementation.apply_penalties(logits, penalties)
 
-    Semantics, for each entry e of row r: ``logits[r, token_id[e]] += value[e]``. fp32 [R, V]; a row without entries keeps every
-    bit. Entries of one row with the same token: either may win. Batch-invariant.
-    """
-    _check_logits(logits)
-    _check_entries("bias", bias.row_start, bias.token_id, logits.shape[0])
-    check_dtype("bias.value", bias.value, torch.float32)
-    check_shape("bias.value", bias.value, bias.token_id.numel())
-    _penalties.apply_logit_bias(logits, bias)
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """Draw one token for each row of logits: fp32 [R, V] → int64 [R]. The logits are left as they are.
 
+        Semantics of a row. Temperature 0: the id of the largest logit, of equals the lowest. Otherwise, with all tokens ordered by
+        (logit descending, id ascending) and ``w = exp((logit - max) / temperature)``:
 
-def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
-    """Make tokens that prompt and output hold less (or more) probable, in place; after `apply_logit_bias`, before `sample`.
+        1. top-k: the first ``top_k`` tokens stay (0, or ≥ V: all), exactly so many even where logits are equal.
+        2. top-p: of these the shortest beginning whose sum of w reaches ``top_p`` times the sum over all of these stays; at least
+        one
+           token; 1 or more: all.
+        3. min-p: of these the tokens with ``w >= min_p`` stay, w being relative to the most probable token.
+        4. ``u = philox_uniform(seed, choice, position)``; the token is the lowest id whose running sum of w, over the ids that
+        stay in
+           ascending order, exceeds ``u`` times the total. So what stays is renormalised, after each filter.
 
-    Semantics, for each entry e of row r with ``x = logits[r, token_id[e]]`` and ``n = output_count[e]``, fp32, rounded after each
-    operation and in this order::
+        All fp32. Another implementation draws the same token unless u lies within 1e-5 of a step of that running sum. A row that
+        is not one of `finite_rows` draws a meaningless id in range. Batch-invariant.
+        """
+        _check_logits(logits)
+        for name, column in (
+            ("temperature", batch.temperature),
+            ("top_k", batch.top_k),
+            ("top_p", batch.top_p),
+            ("min_p", batch.min_p),
+            ("seed", batch.seed),
+            ("choice", batch.choice),
+            ("position", batch.position),
+        ):
+            check_shape(f"batch.{name}", column, logits.shape[0])
+        return self._implementation.sample(logits, batch)
 
-        x = x / repetition[r] if x > 0 else x * repetition[r]
-        x = x - frequency[r] * n
-        x = x - presence[r] * (n > 0)
+    def philox_uniform(self, seed: Tensor, choice: Tensor, position: Tensor) -> Tensor:
+        """The noise of one drawn token, fp32 in [0, 1), a function of its arguments alone.
 
-    The first is the penalty of Keskar et al., "CTRL" (2019), over prompt and output; the others are OpenAI's, over the output
-    alone. fp32 [R, V]; a row without entries keeps every bit. Entries of one row with the same token: either may win.
-    Batch-invariant.
-    """
-    _check_logits(logits)
-    num_rows = logits.shape[0]
-    _check_entries("penalties", penalties.row_start, penalties.token_id, num_rows)
-    check_dtype("penalties.output_count", penalties.output_count, torch.int32)
-    check_shape("penalties.output_count", penalties.output_count, penalties.token_id.numel())
-    for name, column in (
-        ("repetition", penalties.repetition),
-        ("frequency", penalties.frequency),
-        ("presence", penalties.presence),
-    ):
-        check_dtype(f"penalties.{name}", column, torch.float32)
-        check_shape(f"penalties.{name}", column, num_rows)
-    _penalties.apply_penalties(logits, penalties)
+        Semantics: ``(word >> 8) * 2**-24`` with ``word`` the first of Philox4x32-10 (Salmon et al., SC 2011), key = (low, high
+        word of seed), counter = (choice, position, 0, 0). seed int64, the bits of an unsigned value; choice and position integers;
+        all [R]. Batch-invariant.
+        """
+        check_dtype("seed", seed, torch.int64)
+        check_shape("choice", choice, *seed.shape)
+        check_shape("position", position, *seed.shape)
+        return self._implementation.philox_uniform(seed, choice, position)
 
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Natural-log probabilities, under the raw logits, of given tokens and of each row's most probable ones.
 
-def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw one token for each row of logits: fp32 [R, V] → int64 [R]. The logits are left as they are.
-
-    Semantics of a row. Temperature 0: the id of the largest logit, of equals the lowest. Otherwise, with all tokens ordered by
-    (logit descending, id ascending) and ``w = exp((logit - max) / temperature)``:
-
-    1. top-k: the first ``top_k`` tokens stay (0, or ≥ V: all), exactly so many even where logits are equal.
-    2. top-p: of these the shortest beginning whose sum of w reaches ``top_p`` times the sum over all of these stays; at least one
-       token; 1 or more: all.
-    3. min-p: of these the tokens with ``w >= min_p`` stay, w being relative to the most probable token.
-    4. ``u = philox_uniform(seed, choice, position)``; the token is the lowest id whose running sum of w, over the ids that stay in
-       ascending order, exceeds ``u`` times the total. So what stays is renormalised, after each filter.
-
-    All fp32. Another implementation draws the same token unless u lies within 1e-5 of a step of that running sum. A row that
-    is not one of `finite_rows` draws a meaningless id in range. Batch-invariant.
-    """
-    _check_logits(logits)
-    for name, column in (
-        ("temperature", batch.temperature),
-        ("top_k", batch.top_k),
-        ("top_p", batch.top_p),
-        ("min_p", batch.min_p),
-        ("seed", batch.seed),
-        ("choice", batch.choice),
-        ("position", batch.position),
-    ):
-        check_shape(f"batch.{name}", column, logits.shape[0])
-    return _sampling.sample(logits, batch)
-
-
-def philox_uniform(seed: Tensor, choice: Tensor, position: Tensor) -> Tensor:
-    """The noise of one drawn token, fp32 in [0, 1), a function of its arguments alone.
-
-    Semantics: ``(word >> 8) * 2**-24`` with ``word`` the first of Philox4x32-10 (Salmon et al., SC 2011), key = (low, high word of
-    seed), counter = (choice, position, 0, 0). seed int64, the bits of an unsigned value; choice and position integers; all [R].
-    Batch-invariant.
-    """
-    check_dtype("seed", seed, torch.int64)
-    check_shape("choice", choice, *seed.shape)
-    check_shape("position", position, *seed.shape)
-    return _philox.philox_uniform(seed, choice, position)
-
-
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Natural-log probabilities, under the raw logits, of given tokens and of each row's most probable ones.
-
-    Semantics: ``p = logits - log(sum(exp(logits), -1))``; ``(p[i, token_ids[i]], top_ids, p[i, top_ids[i]])``, top_ids the first
-    ``num_top`` by (logit descending, id ascending). logits float [R, V], token_ids int64 [R], 0 ≤ num_top ≤ V → fp32 [R],
-    int64 [R, num_top], fp32 [R, num_top]. Batch-invariant.
-    """
-    check_float("logits", logits)
-    check_shape("logits", logits, None, None)
-    check_dtype("token_ids", token_ids, torch.int64)
-    check_shape("token_ids", token_ids, logits.shape[0])
-    if not 0 <= num_top <= logits.shape[1]:
-        raise ValueError(f"num_top: expected 0 to {logits.shape[1]}, got {num_top}")
-    return _sampling.token_logprobs(logits, token_ids, num_top)
+        Semantics: ``p = logits - log(sum(exp(logits), -1))``; ``(p[i, token_ids[i]], top_ids, p[i, top_ids[i]])``, top_ids the
+        first ``num_top`` by (logit descending, id ascending). logits float [R, V], token_ids int64 [R], 0 ≤ num_top ≤ V → fp32 [R],
+        int64 [R, num_top], fp32 [R, num_top]. Batch-invariant.
+        """
+        check_float("logits", logits)
+        check_shape("logits", logits, None, None)
+        check_dtype("token_ids", token_ids, torch.int64)
+        check_shape("token_ids", token_ids, logits.shape[0])
+        if not 0 <= num_top <= logits.shape[1]:
+            raise ValueError(f"num_top: expected 0 to {logits.shape[1]}, got {num_top}")
+        return self._implementation.token_logprobs(logits, token_ids, num_top)
 
 
 def _check_logits(logits: Tensor) -> None:
@@ -333,11 +351,11 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int]:
     return k_cache.shape[1], k_cache.shape[3]
 
 
-def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> None:
     check_float("x", x)
-    check_dtype("weight", weight, x.dtype)
-    check_shape("weight", weight, None, None)
-    check_shape("x", x, None, weight.shape[1])
+    if weight.dtype != x.dtype:
+        raise ValueError(f"weight: expected {x.dtype}, got {weight.dtype}")
+    check_shape("x", x, None, weight.in_features)
     if bias is not None:
         check_float("bias", bias)
-        check_shape("bias", bias, weight.shape[0])
+        check_shape("bias", bias, weight.out_features)

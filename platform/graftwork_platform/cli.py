@@ -20,11 +20,12 @@ from graftwork_adapters.report import Report
 from graftwork_platform.admin.client import AdminClient, CallFailed
 from graftwork_platform.admin.push import push
 from graftwork_platform.admin.schemas import VersionOut
-from graftwork_platform.doctor import examine_data, examine_server, examine_software
+from graftwork_platform.doctor import examine_data, examine_kernels, examine_server, examine_software
 from graftwork_platform.models import VersionState
 from graftwork_platform.serve.command import serve
 from graftwork_platform.serve.options import (
     DatabaseUrl,
+    KernelDir,
     ObjectStoreUrl,
     S3CaBundle,
     S3Endpoint,
@@ -172,6 +173,7 @@ def doctor(
     s3_path_style: S3PathStyle = None,
     s3_ca_bundle: S3CaBundle = None,
     secrets_dir: SecretsDir = None,
+    kernel_dir: KernelDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Look for what keeps a server from serving, and say what to do; exit 1 if anything does.
@@ -186,11 +188,13 @@ def doctor(
             raise CallFailed(str(error), code="usage", next_step="Give doctor the flags of the server.") from error
         examine_software(report)
         if data_dir is None:
+            examine_kernels(report, kernel_dir)
             report.warn("data directory", None, "was not looked at", "give --data-dir")
         else:
             settings = Settings(
                 data_dir=data_dir, model_dir=data_dir, database_url=database_url, object_store=store, secrets_path=secrets_dir
             )
+            examine_kernels(report, kernel_dir or settings.cache_dir / "kernels")
             examine_data(report, settings, given_secrets(), has_admin_key=client.has_key)
         examine_server(report, client)
     findings = report.as_json()

@@ -13,6 +13,8 @@ from graftwork_adapters.errors import StoreError, StoreUnavailable
 from graftwork_adapters.report import Report
 from graftwork_adapters.store import StoreConfig
 from graftwork_adapters.stores import check_store
+from graftwork_kernels.choice import last_choice
+from graftwork_kernels.cpu.build import CompilerMissing, find_compiler
 from graftwork_platform.admin.client import AdminClient, CallFailed
 from graftwork_platform.db_url import UnsupportedDatabase, check_url, describe, is_postgresql, sqlite_path
 from graftwork_platform.secrets import BadSecret, load_or_create
@@ -43,6 +45,26 @@ def examine_software(report: Report) -> None:
         report.passed("torch", torch)
     else:
         report.warn("torch", None, f"{torch} was not tested", "pip install 'torch>=2.11,<2.14'")
+
+
+def examine_kernels(report: Report, folder: Path | None) -> None:
+    """The compiler that makes the fast kernels, and what the engine's latest measuring in ``folder`` chose of them."""
+    try:
+        report.passed("compiler", str(find_compiler()))
+    except CompilerMissing as missing:
+        slow = "without it every operator runs in plain torch and takes several times as long"
+        report.warn("compiler", None, f"{missing}; {slow}", "apt-get install g++, or your system's package of it; then start again")
+    if folder is None:
+        return
+    choice = last_choice(folder) if folder.is_dir() else None
+    if choice is None:
+        report.passed("kernels", "not measured yet: the first start of a server does, and compiles them before", str(folder))
+        return
+    by_name: dict[str, list[str]] = {}
+    for operator, name in choice.names.items():
+        by_name.setdefault(name, []).append(operator)
+    chosen = "; ".join(f"{name}: {', '.join(operators)}" for name, operators in sorted(by_name.items()))
+    report.passed("kernels", f"fastest when last measured: {chosen}", str(folder))
 
 
 def examine_data(report: Report, settings: Settings, given: GivenSecrets = GivenSecrets(), *, has_admin_key: bool = False) -> None:

@@ -134,11 +134,14 @@ class RequestObserver:
 
         async def send_with_id(message: Message) -> None:
             nonlocal status, is_answered
+            if message["type"] == "http.response.body":
+                await send(message)
+                is_answered = not message.get("more_body", False)
+                return
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", shown.encode())]
             await send(message)
-            is_answered = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         started = time.perf_counter()
         try:

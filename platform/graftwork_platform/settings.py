@@ -19,6 +19,7 @@ Dtype = Literal["bfloat16", "float32"]
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 MIB = 1 << 20
+_SPIN = "GOMP_SPINCOUNT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Settings:
     request_timeout: float = 600.0  # seconds a request may take from its arrival to its last token
     keep_alive: float = 15.0  # seconds of silence after which a stream says that it is alive
     shutdown_grace: float = 10.0  # seconds in which running streams may end
+    api_nice: int = 5  # how much more willingly than the engine the API process leaves a core that both want
 
     @property
     def base_name(self) -> str:
@@ -124,6 +126,16 @@ class GivenSecrets:
 def given_secrets(environ: Mapping[str, str] = os.environ) -> GivenSecrets:
     """From ``GRAFTWORK_PEPPER`` and ``GRAFTWORK_CACHE_SALT``."""
     return GivenSecrets(environ.get("GRAFTWORK_PEPPER") or None, environ.get("GRAFTWORK_CACHE_SALT") or None)
+
+
+def engine_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What the engine process's environment has beside this one's.
+
+    OpenMP's own rule lets a thread that waits for its team burn a core for milliseconds, which it takes from the API process and,
+    worse, from the teammate it waits for. A thousand turns are some tens of microseconds: longer than most waits between two
+    operators, shorter than what the scheduler deals out. Whoever sets one of OpenMP's variables knows better.
+    """
+    return {} if _SPIN in environ or "OMP_WAIT_POLICY" in environ else {_SPIN: "1000"}
 
 
 @dataclass(frozen=True, slots=True)

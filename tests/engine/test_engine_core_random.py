@@ -7,10 +7,10 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from property_budget import budget
-from scripted_engine import Bench, ScriptedGate, solo_output
 
 from graftwork_engine.request import RequestStatus
 from graftwork_engine.sched.plan import AdapterFailure
+from scripted_engine import Bench, ScriptedGate, solo_output
 
 BROKEN = AdapterFailure("adapter_corrupt", "its bytes are not what its key says")
 ADAPTERS = ("p", "q", "r", "broken")

@@ -14,8 +14,10 @@ from graftwork_engine.model.layers import ForwardBatch, Placement
 from graftwork_engine.model.llama import Llama
 from graftwork_engine.model.loader import load_weights
 from graftwork_engine.model.registry import build_model
+from graftwork_kernels import reference
 from graftwork_kernels.adapter_batch import build_adapter_batch
 from graftwork_kernels.layout import AttentionBatch, empty_adapter_memory
+from graftwork_kernels.ops import Operators
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -32,7 +34,7 @@ PROMPT = torch.arange(3, 120, 7)
 
 def logits(model: Llama) -> torch.Tensor:
     """Of every row of the prompt, run as one step."""
-    count = len(PROMPT)
+    ops, count = Operators(reference), len(PROMPT)
     attention = AttentionBatch(
         query_start=torch.tensor([0, count], dtype=torch.int32),
         context_len=torch.tensor([count], dtype=torch.int32),
@@ -42,10 +44,10 @@ def logits(model: Llama) -> torch.Tensor:
         max_context_len=count,
     )
     batch = ForwardBatch(
-        torch.arange(count), attention, build_adapter_batch([-1] * count), empty_adapter_memory(model.config.num_sites)
+        ops, torch.arange(count), attention, build_adapter_batch([-1] * count), empty_adapter_memory(model.config.num_sites)
     )
     kv = allocate_kv_cache(model.config, 2, 16, model.place.dtype)
-    return model.logits(model.hidden_states(PROMPT, batch, kv))
+    return model.logits(ops, model.hidden_states(PROMPT, batch, kv))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from property_budget import budget as tries
-from scripted_engine import Bench, ScriptedGate, solo_output
 
 from graftwork_engine.request import RequestStatus
 from graftwork_engine.sched.scheduler import COST_OF_OUTPUT_TOKEN, COST_OF_PROMPT_TOKEN
+from scripted_engine import Bench, ScriptedGate, solo_output
 
 
 def add_numbered(bench: Bench, flow: str, length: int, max_tokens: int, adapter: str | None = None) -> str:

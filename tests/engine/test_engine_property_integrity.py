@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 import pytest
-from scripted_engine import Bench, ScriptedGate
 
 from graftwork_engine.idle_recount import IdleRecount
 from graftwork_engine.kv.hashing import BlockKey
 from graftwork_engine.loop import EngineLoop
 from graftwork_engine.messages import Abort, Add, Sampling, Stats
 from graftwork_engine.request import RequestStatus
+from scripted_engine import Bench, ScriptedGate
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from compiled_kernels import KERNEL_DIR
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from graftwork_adapters.store import StoreConfig
@@ -52,6 +53,8 @@ def build(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., EngineAssem
             "dtype": "float32",
             "kv_memory_bytes": 20 * BLOCK_BYTES,
             "cache_dir": str(tmp_path),
+            "kernel_dir": str(KERNEL_DIR),
+            "kernels": {"all": "cpu"},
         }
         built.append(build_engine(msgspec.convert({**defaults, **settings}, EngineConfig)))
         return built[-1]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny_model import BLOCK, CONFIG, CPU, adapter_memory, make_runner, random_adapter
+from tiny_model import BLOCK, CONFIG, REFERENCE, adapter_memory, make_runner, random_adapter
 
 from graftwork_adapters.base_spec import PROJECTIONS
-from graftwork_engine.batch import build_batch
+from graftwork_engine.batch import BatchBuilder, StepBatch, StepCapacity
 from graftwork_engine.messages import Sampling, TokenLogprob
 from graftwork_engine.request import Request, RequestId
 from graftwork_engine.runner import ModelRunner
@@ -31,6 +31,10 @@ def make_request(sampling: Sampling = GREEDY, prompt: Sequence[int] = PROMPT, ad
 
 def part(request: Request, start: int, end: int, blocks: Sequence[int], adapter: int = BASE) -> ScheduledRequest:
     return ScheduledRequest(request, start, end - start, list(blocks), adapter, samples=end == request.num_tokens)
+
+
+def build_batch(plan: StepPlan, memory: AdapterMemory) -> StepBatch:
+    return BatchBuilder(REFERENCE, memory, BLOCK, StepCapacity(20, 3, 4)).build(plan)
 
 
 def generate(
@@ -135,7 +139,7 @@ def test_a_request_that_goes_on_does_not_score_its_prompt_again(memory: AdapterM
     assert len(prompt) == len(PROMPT) - 1
     resumed.output_ids += first.output_ids[:2]
     plan = StepPlan([part(resumed, 0, len(PROMPT) + 2, range(5))])
-    assert build_batch(plan, BLOCK, memory, CPU).prompt_rows.tolist() == []
+    assert build_batch(plan, memory).prompt_rows.tolist() == []
     rest, again = generate(make_runner(memory), resumed, range(5), steps=4)
     assert again == []
     assert resumed.output_ids == first.output_ids
@@ -183,7 +187,7 @@ def test_batch_of_a_plan() -> None:
     decode = make_request(plain, prompt=[20, 21])
     decode.output_ids += [22, 23, 24]
     plan = StepPlan([part(whole, 1, 5, [7, 3], 4), part(decode, 4, 5, [6, 5, 9], BASE)])
-    batch = build_batch(plan, BLOCK, empty_adapter_memory(CONFIG.num_sites), CPU)
+    batch = build_batch(plan, empty_adapter_memory(CONFIG.num_sites))
     forward, attention = batch.forward, batch.forward.attention
     assert batch.token_ids.tolist() == [11, 12, 13, 14, 24]
     assert forward.positions.tolist() == [1, 2, 3, 4, 4]
@@ -191,7 +195,7 @@ def test_batch_of_a_plan() -> None:
     assert forward.adapters.token_adapter.dtype == torch.int32
     assert attention.query_start.tolist() == [0, 4, 5]
     assert attention.context_len.tolist() == [5, 5]
-    assert attention.block_table.tolist() == [[7, 3], [6, 5]]
+    assert attention.block_table.tolist() == [[7, 3, 0, 0], [6, 5, 0, 0]]
     assert attention.kv_slot.tolist() == [29, 30, 31, 12, 20]
     assert (attention.max_query_len, attention.max_context_len) == (4, 5)
     assert (attention.query_start.dtype, attention.block_table.dtype, attention.kv_slot.dtype) == (

@@ -11,18 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engine import VOCAB_SIZE, Bench
-from tiny_model import BLOCK, CONFIG, CPU, TinyEngine, adapter_memory, random_adapter
+from tiny_model import BLOCK, CONFIG, REFERENCE, TinyEngine, adapter_memory, random_adapter
 
 from graftwork_adapters.base_spec import PROJECTIONS
-from graftwork_engine.batch import StepBatch, build_batch
+from graftwork_engine.batch import BatchBuilder, StepBatch, StepCapacity
 from graftwork_engine.errors import ErrorCode, RequestRejected
 from graftwork_engine.messages import Sampling
 from graftwork_engine.request import Request, RequestId
 from graftwork_engine.sched.plan import BASE, ScheduledRequest, StepPlan
 from graftwork_engine.token_controls import TokenCounts
-from graftwork_kernels import ops
 from graftwork_kernels.layout import AdapterMemory, empty_adapter_memory
+from graftwork_kernels.ops import Operators
+from scripted_engine import VOCAB_SIZE, Bench
 
 PLAIN = Sampling(max_tokens=8, seed=0, temperature=0.0)
 PROMPT = [5, 90, 17, 33, 61, 2, 44, 8, 71, 29, 13]
@@ -79,7 +79,8 @@ class TestTokenCounts:
 
 def batch_of(*requests: Request) -> StepBatch:
     parts = [ScheduledRequest(r, r.num_tokens - 1, 1, list(range(9)), BASE, samples=True) for r in requests]
-    return build_batch(StepPlan(parts), BLOCK, empty_adapter_memory(CONFIG.num_sites), CPU)
+    builder = BatchBuilder(REFERENCE, empty_adapter_memory(CONFIG.num_sites), BLOCK, StepCapacity(9, 9, 9))
+    return builder.build(StepPlan(parts))
 
 
 def request_with(prompt: list[int], output: list[int], **changes: object) -> Request:
@@ -323,17 +324,17 @@ def test_a_step_without_controls_makes_nothing_for_them(memory: AdapterMemory, m
         seen.append((logits.data_ptr(), made[-1]))
         return original(logits, batch)  # type: ignore[arg-type]
 
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        logits = project(hidden)
+    def head(ops: Operators, hidden: torch.Tensor) -> torch.Tensor:
+        logits = project(ops, hidden)
         made.append(logits.data_ptr())
         return logits
 
     made: list[int] = []
-    original, project = ops.sample, engine.runner._model.logits
-    monkeypatch.setattr(ops, "sample", sample)
+    original, project = REFERENCE.sample, engine.runner._model.logits
+    monkeypatch.setattr(REFERENCE, "sample", sample)
     monkeypatch.setattr(engine.runner._model, "logits", head)
     for name in ("apply_logit_bias", "apply_penalties"):
-        monkeypatch.setattr(ops, name, lambda *_: pytest.fail("called without need"))
+        monkeypatch.setattr(REFERENCE, name, lambda *_: pytest.fail("called without need"))
     engine.generate(PROMPT, with_fields(stop_token_ids=(1,), max_tokens=3))
     assert len(seen) == 3
     assert all(sampled == given for sampled, given in seen)
@@ -373,8 +374,8 @@ def raw_logits(engine: TinyEngine, output: list[int]) -> torch.Tensor:
     model = engine.runner._model
     project = model.logits
 
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        kept.append(project(hidden))
+    def head(ops: Operators, hidden: torch.Tensor) -> torch.Tensor:
+        kept.append(project(ops, hidden))
         return kept[-1]
 
     model.logits = head  # type: ignore[method-assign]

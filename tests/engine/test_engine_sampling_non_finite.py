@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engine import Bench, solo_output
 from tiny_model import TinyEngine, adapter_memory, make_runner, random_adapter
 
 from graftwork_adapters.base_spec import PROJECTIONS
@@ -19,6 +18,8 @@ from graftwork_engine.messages import EngineError, OutItem, Sampling
 from graftwork_engine.request import Request, RequestId
 from graftwork_engine.sched.plan import BASE, RequestResult, ScheduledRequest, StepPlan
 from graftwork_kernels.layout import AdapterMemory
+from graftwork_kernels.ops import Operators
+from scripted_engine import Bench, solo_output
 
 GREEDY = Sampling(max_tokens=6, seed=0, temperature=0.0, logprobs=2)
 PROMPT = [5, 90, 17, 33, 61, 2, 44, 8, 71, 29, 13]
@@ -180,8 +181,8 @@ def test_prompt_scores_that_are_not_finite_fail_the_request(memory: AdapterMemor
     model = engine.runner._model
     project = model.logits
 
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        logits = project(hidden)
+    def head(ops: Operators, hidden: torch.Tensor) -> torch.Tensor:
+        logits = project(ops, hidden)
         if len(logits) == len(PROMPT) - 1:
             logits[4, 9] = float("inf")
         return logits

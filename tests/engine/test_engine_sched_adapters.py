@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scripted_engine import Bench, ScriptedGate, solo_output, trace_line
 
 from graftwork_engine.request import RequestStatus
 from graftwork_engine.sched.plan import AdapterFailure
 from graftwork_engine.sched.scheduler import MAX_PASSED_OVER
+from scripted_engine import Bench, ScriptedGate, solo_output, trace_line
 
 GONE = AdapterFailure("adapter_missing", "adapter p is not in the store")
 

@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from scripted_engine import VOCAB_SIZE, Bench, solo_output, trace_line
 
 from graftwork_engine.errors import ErrorCode, RequestRejected
 from graftwork_engine.messages import TokenLogprob
 from graftwork_engine.request import RequestStatus
+from scripted_engine import VOCAB_SIZE, Bench, solo_output, trace_line
 
 
 class TestBudget:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from compiled_kernels import KERNEL_DIR
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -144,6 +145,8 @@ class TinyEngine:
             "adapter_page_bytes": 512,
             "store": StoreConfig(str(model.store_dir)),
             "cache_dir": str(cache_dir),
+            "kernel_dir": str(KERNEL_DIR),
+            "kernels": {"all": "cpu"},
         }
         self.now = 0.0
         self.assembly = build_engine(msgspec.convert({**defaults, **settings}, EngineConfig), lambda: self.now)

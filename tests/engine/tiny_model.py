@@ -20,9 +20,12 @@ from graftwork_engine.request import AdapterKey, Request, RequestId
 from graftwork_engine.runner import ModelRunner
 from graftwork_engine.sched.plan import AdapterFailure
 from graftwork_engine.sched.scheduler import Scheduler, SchedulerLimits
+from graftwork_kernels import reference
 from graftwork_kernels.layout import AdapterMemory, RowType, SiteField
+from graftwork_kernels.ops import Operators
 
 CPU = torch.device("cpu")
+REFERENCE = Operators(reference)
 BLOCK = 4
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -87,7 +90,7 @@ def make_runner(memory: AdapterMemory, num_blocks: int = 32, kv: KvCache | None 
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.destinations():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (1.0 if "norm" in name else 0.0))
-    return ModelRunner(model, kv or make_kv(num_blocks), memory)
+    return ModelRunner(model, kv or make_kv(num_blocks), memory, REFERENCE)
 
 
 class ResidentGate:

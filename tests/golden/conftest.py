@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from compiled_kernels import KERNEL_DIR
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -202,6 +203,8 @@ class Engine:
             "adapter_page_bytes": 4096,
             "store": StoreConfig(str(golden.store_dir)),
             "cache_dir": str(cache_dir),
+            "kernel_dir": str(KERNEL_DIR),
+            "kernels": {"all": "cpu"},
         }
         self._assembly = build_engine(msgspec.convert({**defaults, **settings}, EngineConfig))
         self._num_jobs = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from compiled_kernels import KERNEL_DIR
 from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
@@ -132,6 +133,8 @@ def run(golden, tmp_path: Path) -> Iterator[Run]:
             "adapter_page_bytes": 4096,
             "store": StoreConfig(str(golden.store_dir)),
             "cache_dir": str(tmp_path / f"cache-{len(engines)}"),
+            "kernel_dir": str(KERNEL_DIR),
+            "kernels": {"all": "cpu"},
             **settings,
         }
         engines.append(build_engine(msgspec.convert(config, EngineConfig)))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiled_kernels import KERNEL_DIR
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -93,6 +94,8 @@ def outputs(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) 
         adapter_memory_bytes=32 << 20,
         store=StoreConfig(str(folder / "store")),
         cache_dir=str(folder / "cache"),
+        kernel_dir=str(KERNEL_DIR),
+        kernels={"all": "cpu"},
     )
     assembly = build_engine(config)
     yield generate(assembly.core, prompts, keys)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from graftwork_kernels import reference
+from graftwork_kernels.cpu.build import build_library
+from graftwork_kernels.cpu.issue import Immediate
+from graftwork_kernels.cpu.library import Library
+from graftwork_kernels.cpu.operators import CpuOperators
 from graftwork_kernels.layout import NUM_SITE_FIELDS, QUANTISED_ROW_HEAD, ROW_ALIGNMENT, AdapterMemory, RowType, SiteField
+from graftwork_kernels.ops import Operators
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +27,20 @@ def _seeded_and_single_threaded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def cpu_library(shared_kernels: Path) -> Library:
+    """The C++ operators, compiled if their sources have changed."""
+    return Library(build_library(shared_kernels))
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> Operators:
+    """Every implementation that a CPU can run."""
+    if request.param == "reference":
+        return Operators(reference)
+    return Operators(CpuOperators(Immediate(request.getfixturevalue("cpu_library"))))
 
 
 def encode_row(row: Tensor, row_type: RowType) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,13 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from graftwork_kernels import ops
 from graftwork_kernels.layout import LogitBias, Penalties, SamplingBatch
+from graftwork_kernels.ops import Operators
 
 VOCAB = 23
 INF = float("inf")
@@ -56,7 +56,7 @@ numbers = st.floats(-30, 30, width=32)
 counts_of_a_row = st.dictionaries(st.integers(0, VOCAB - 1), st.integers(0, 5), max_size=VOCAB)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(
@@ -66,7 +66,7 @@ counts_of_a_row = st.dictionaries(st.integers(0, VOCAB - 1), st.integers(0, 5), 
         max_size=5,
     )
 )
-def test_penalties_are_the_contracts_bit_by_bit(rows):
+def test_penalties_are_the_contracts_bit_by_bit(ops: Operators, rows):
     logits = torch.tensor([row for row, *_ in rows])
     ops.apply_penalties(
         logits,
@@ -80,9 +80,9 @@ def test_penalties_are_the_contracts_bit_by_bit(rows):
     assert logits.tolist() == [naive(*row) for row in rows]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.dictionaries(st.integers(0, VOCAB - 1), numbers, max_size=VOCAB), min_size=1, max_size=5), st.integers(0, 99))
-def test_bias_is_added_to_its_tokens_alone(rows, seed):
+def test_bias_is_added_to_its_tokens_alone(ops: Operators, rows, seed):
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
     expected = [
         [fp32(value + row.get(token, 0.0)) for token, value in enumerate(old)]
@@ -93,14 +93,14 @@ def test_bias_is_added_to_its_tokens_alone(rows, seed):
 
 
 @pytest.mark.parametrize("penalty", [0.6, 1.0, 1.3, 2.0])
-def test_repetition_is_hugging_faces(penalty):
+def test_repetition_is_hugging_faces(ops: Operators, penalty):
     logits, history = torch.randn(4, VOCAB) * 5, torch.randint(0, VOCAB, (4, 30))
     expected = RepetitionPenaltyLogitsProcessor(penalty)(history, logits.clone())
     ops.apply_penalties(logits, penalties_of([dict.fromkeys(row.tolist(), 0) for row in history], repetition=penalty))
     assert torch.equal(logits, expected)
 
 
-def test_frequency_and_presence_are_openais_formula():
+def test_frequency_and_presence_are_openais_formula(ops: Operators):
     """``mu[j] -= c[j] * alpha_frequency + (c[j] > 0) * alpha_presence`` over the output's counts c."""
     logits, output = torch.randn(3, VOCAB), torch.randint(0, VOCAB, (3, 40))
     counts = torch.stack([row.bincount(minlength=VOCAB) for row in output])
@@ -110,14 +110,14 @@ def test_frequency_and_presence_are_openais_formula():
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_tokens_of_the_prompt_alone_are_untouched_by_frequency_and_presence():
+def test_tokens_of_the_prompt_alone_are_untouched_by_frequency_and_presence(ops: Operators):
     logits = torch.randn(1, VOCAB)
     before = logits.clone()
     ops.apply_penalties(logits, penalties_of([{3: 0, 4: 2}], frequency=5.0, presence=3.0))
     assert (logits != before).nonzero().tolist() == [[0, 4]]
 
 
-def test_a_banned_token_stays_banned_and_is_never_drawn():
+def test_a_banned_token_stays_banned_and_is_never_drawn(ops: Operators):
     """Whatever else is said about it: -inf takes no sum, quotient or product back, and makes no NaN."""
     logits = torch.randn(600, 8)
     ops.apply_logit_bias(logits, bias_of([{2: -INF, 5: 80.0}] * 600))
@@ -132,7 +132,7 @@ def test_a_banned_token_stays_banned_and_is_never_drawn():
     assert set(ops.sample(logits, batch).tolist()) == {0, 1, 3, 4, 5, 6, 7}
 
 
-def test_rows_without_entries_keep_every_bit_nan_included():
+def test_rows_without_entries_keep_every_bit_nan_included(ops: Operators):
     logits = torch.randn(4, VOCAB)
     logits[1] = float("nan")
     logits[2, :3] = torch.tensor([INF, -INF, -0.0])
@@ -143,7 +143,7 @@ def test_rows_without_entries_keep_every_bit_nan_included():
     assert int((logits != before).sum()) == 2 + VOCAB  # NaN differs from itself
 
 
-def test_no_entries_at_all():
+def test_no_entries_at_all(ops: Operators):
     logits = torch.randn(2, VOCAB)
     before = logits.clone()
     ops.apply_logit_bias(logits, bias_of([{}, {}]))
@@ -151,7 +151,7 @@ def test_no_entries_at_all():
     assert torch.equal(logits, before)
 
 
-def test_a_row_ignores_its_neighbours():
+def test_a_row_ignores_its_neighbours(ops: Operators):
     """A third of the neighbours hold NaN, as those of a broken adapter would."""
     rows = [{(3 * r + i) % VOCAB: i % 3 for i in range(r)} for r in range(12)]
     biases = [{(5 * r + i) % VOCAB: i - 1.5 for i in range(r % 4)} for r in range(12)]
@@ -168,7 +168,7 @@ def test_a_row_ignores_its_neighbours():
         assert row % 3 == 0 or torch.equal(alone[0], logits[row])
 
 
-def test_finite_rows():
+def test_finite_rows(ops: Operators):
     logits = torch.zeros(7, 5)
     logits[0, 4] = float("nan")
     logits[1, 0] = INF
@@ -181,7 +181,7 @@ def test_finite_rows():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.2)])
-def test_a_row_with_nothing_left_draws_an_id_in_range_and_does_not_raise(temperature, filters):
+def test_a_row_with_nothing_left_draws_an_id_in_range_and_does_not_raise(ops: Operators, temperature, filters):
     top_k, top_p, min_p = filters
     logits = torch.randn(3, 40)
     batch = SamplingBatch(
@@ -209,24 +209,24 @@ COUNT = torch.ones(1, dtype=torch.int32)
 @pytest.mark.parametrize(
     ("argument", "call"),
     [
-        ("logits", lambda x: ops.apply_logit_bias(x.double(), LogitBias(**ONE, value=torch.ones(1)))),
-        ("logits", lambda x: ops.finite_rows(x[0])),
-        ("bias.row_start", lambda x: ops.apply_logit_bias(x, LogitBias(LONG, ONE["token_id"], torch.ones(1)))),
-        ("bias.row_start", lambda x: ops.apply_logit_bias(x[:0], LogitBias(**ONE, value=torch.ones(1)))),
-        ("bias.token_id", lambda x: ops.apply_logit_bias(x, LogitBias(ONE["row_start"], LONG, torch.ones(1)))),
-        ("bias.value", lambda x: ops.apply_logit_bias(x, LogitBias(**ONE, value=torch.ones(2)))),
-        ("bias.value", lambda x: ops.apply_logit_bias(x, LogitBias(**ONE, value=COUNT))),
-        ("penalties.output_count", lambda x: ops.apply_penalties(x, Penalties(**ONE, output_count=torch.ones(1), **FLOATS))),
+        ("logits", lambda ops, x: ops.apply_logit_bias(x.double(), LogitBias(**ONE, value=torch.ones(1)))),
+        ("logits", lambda ops, x: ops.finite_rows(x[0])),
+        ("bias.row_start", lambda ops, x: ops.apply_logit_bias(x, LogitBias(LONG, ONE["token_id"], torch.ones(1)))),
+        ("bias.row_start", lambda ops, x: ops.apply_logit_bias(x[:0], LogitBias(**ONE, value=torch.ones(1)))),
+        ("bias.token_id", lambda ops, x: ops.apply_logit_bias(x, LogitBias(ONE["row_start"], LONG, torch.ones(1)))),
+        ("bias.value", lambda ops, x: ops.apply_logit_bias(x, LogitBias(**ONE, value=torch.ones(2)))),
+        ("bias.value", lambda ops, x: ops.apply_logit_bias(x, LogitBias(**ONE, value=COUNT))),
+        ("penalties.output_count", lambda ops, x: ops.apply_penalties(x, Penalties(**ONE, output_count=torch.ones(1), **FLOATS))),
         (
             "penalties.frequency",
-            lambda x: ops.apply_penalties(x, Penalties(**ONE, output_count=COUNT, **{**FLOATS, "frequency": COUNT})),
+            lambda ops, x: ops.apply_penalties(x, Penalties(**ONE, output_count=COUNT, **{**FLOATS, "frequency": COUNT})),
         ),
         (
             "penalties.presence",
-            lambda x: ops.apply_penalties(x, Penalties(**ONE, output_count=COUNT, **{**FLOATS, "presence": torch.ones(2)})),
+            lambda ops, x: ops.apply_penalties(x, Penalties(**ONE, output_count=COUNT, **{**FLOATS, "presence": torch.ones(2)})),
         ),
     ],
 )
-def test_a_wrong_argument_is_named(argument, call):
+def test_a_wrong_argument_is_named(ops: Operators, argument, call):
     with pytest.raises(ValueError, match=f"^{argument}:"):
-        call(torch.zeros(1, VOCAB))
+        call(ops, torch.zeros(1, VOCAB))

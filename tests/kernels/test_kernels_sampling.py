@@ -8,12 +8,12 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graftwork_kernels import ops
 from graftwork_kernels.layout import SamplingBatch
+from graftwork_kernels.ops import Operators
 from graftwork_kernels.reference.philox import philox4x32
 
 
@@ -104,10 +104,10 @@ def test_philox_known_answers(counter, key, expected):
     assert python_philox(counter, key) == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=8))
 @example([(2**64 - 1, 0, 0), (2**63, 1, 2**31 - 1), (0x1234567890ABCDEF, 3, 77)])
-def test_uniform_is_philox_of_seed_choice_and_position(rows):
+def test_uniform_is_philox_of_seed_choice_and_position(ops: Operators, rows):
     seeds, choices, positions = zip(*rows, strict=True)
     actual = ops.philox_uniform(
         torch.tensor([signed(seed) for seed in seeds]),
@@ -122,7 +122,7 @@ def test_uniform_is_philox_of_seed_choice_and_position(rows):
     assert all(0 <= value < 1 for value in expected)
 
 
-def test_greedy_takes_the_lowest_of_equals():
+def test_greedy_takes_the_lowest_of_equals(ops: Operators):
     logits = torch.zeros(4, 1000)
     logits[0, [7, 700]] = 1.0
     logits[1, [0, 999]] = 2.0
@@ -131,7 +131,7 @@ def test_greedy_takes_the_lowest_of_equals():
     assert ops.sample(logits, sampling_batch(4, temperature=0.0)).tolist() == [7, 0, 0, 500]
 
 
-def test_greedy_and_drawn_rows_side_by_side():
+def test_greedy_and_drawn_rows_side_by_side(ops: Operators):
     logits = torch.randn(6, 50)
     before = logits.clone()
     tokens = ops.sample(logits, sampling_batch(6, temperature=[0.0, 1.0, 0.0, 2.0, 0.5, 0.0], top_k=[0, 5, 3, 0, 0, 1]))
@@ -140,7 +140,7 @@ def test_greedy_and_drawn_rows_side_by_side():
     assert tokens.dtype == torch.int64
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     logits=st.lists(st.integers(-16, 16).map(lambda value: value / 4), min_size=1, max_size=30),
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
@@ -148,7 +148,7 @@ def test_greedy_and_drawn_rows_side_by_side():
     top_p=st.sampled_from([0.0, 0.1, 0.53, 0.9, 0.99, 1.0]),
     min_p=st.sampled_from([0.0, 0.05, 0.31, 1.0]),
 )
-def test_filters_keep_what_the_naive_ones_keep(logits, temperature, top_k, top_p, min_p):
+def test_filters_keep_what_the_naive_ones_keep(ops: Operators, logits, temperature, top_k, top_p, min_p):
     """Quarter-steps make ties common. 48 draws cover the CDF of whatever stays."""
     num_rows = 48
     batch = sampling_batch(num_rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -168,7 +168,7 @@ def test_filters_keep_what_the_naive_ones_keep(logits, temperature, top_k, top_p
 @pytest.mark.parametrize(
     "options", [{"top_p": 0.97}, {"top_p": 0.9999}, {"top_k": 290}, {"top_k": 290, "top_p": 0.8}, {"min_p": 0.02}]
 )
-def test_nuclei_wider_than_the_first_look(vocabulary, options):
+def test_nuclei_wider_than_the_first_look(ops: Operators, vocabulary, options):
     num_rows = 40
     logits = torch.randn(vocabulary)
     batch = sampling_batch(num_rows, **options)
@@ -178,7 +178,7 @@ def test_nuclei_wider_than_the_first_look(vocabulary, options):
     assert are_draws_of(allowed, tokens, uniforms)
 
 
-def test_equal_logits_are_cut_at_the_lowest_ids():
+def test_equal_logits_are_cut_at_the_lowest_ids(ops: Operators):
     """A flat row: any filter keeps a beginning of the ids."""
     logits = torch.zeros(512, 100)
     for options, kept in (({"top_k": 7}, 7), ({"top_p": 0.25}, 25), ({"top_k": 40, "top_p": 0.5}, 20), ({"min_p": 1.0}, 100)):
@@ -186,7 +186,7 @@ def test_equal_logits_are_cut_at_the_lowest_ids():
         assert sorted(set(tokens.tolist())) == list(range(kept))
 
 
-def test_masked_tokens_are_never_drawn():
+def test_masked_tokens_are_never_drawn(ops: Operators):
     logits = torch.randn(256, 64)
     logits[:, ::2] = -torch.inf
     logits[:, -1] = -torch.inf
@@ -196,7 +196,7 @@ def test_masked_tokens_are_never_drawn():
         assert (tokens != 63).all()
 
 
-def test_the_noise_at_its_ends_and_on_a_step():
+def test_the_noise_at_its_ends_and_on_a_step(ops: Operators):
     """Seeds found by search whose noise is exactly 0, 1/2 and the largest below 1."""
     batch = sampling_batch(3, seed=[12121362, 515707, 16390493])
     assert ops.philox_uniform(batch.seed, batch.choice, batch.position).tolist() == [0.0, 0.5, 1 - 2**-24]
@@ -206,12 +206,12 @@ def test_the_noise_at_its_ends_and_on_a_step():
     assert ops.sample(logits, batch).tolist() == [1, 2, 2]
 
 
-def test_a_temperature_near_zero_is_greedy():
+def test_a_temperature_near_zero_is_greedy(ops: Operators):
     logits = torch.randn(32, 64) * 30
     assert torch.equal(ops.sample(logits, sampling_batch(32, temperature=1e-30)), logits.argmax(-1))
 
 
-def test_draws_follow_the_distribution():
+def test_draws_follow_the_distribution(ops: Operators):
     """Chi-squared over a fixed set of seeds, against the 99.9th percentile of 18 degrees of freedom."""
     probabilities = torch.arange(1, 20, dtype=torch.float32)
     probabilities /= probabilities.sum()
@@ -222,7 +222,7 @@ def test_draws_follow_the_distribution():
     assert float(((counts - expected) ** 2 / expected).sum()) < 42.31
 
 
-def test_choice_and_position_change_the_draw():
+def test_choice_and_position_change_the_draw(ops: Operators):
     logits = torch.zeros(64, 50000)
     by_choice = ops.sample(logits, sampling_batch(64, seed=5, choice=list(range(64))))
     by_position = ops.sample(logits, sampling_batch(64, seed=5, position=list(range(64))))
@@ -230,7 +230,7 @@ def test_choice_and_position_change_the_draw():
     assert len(set(by_position.tolist())) > 60
 
 
-def test_a_draw_ignores_its_neighbours():
+def test_a_draw_ignores_its_neighbours(ops: Operators):
     num_rows = 24
     logits = torch.randn(num_rows, 1031) * 3
     batch = sampling_batch(
@@ -248,7 +248,7 @@ def test_a_draw_ignores_its_neighbours():
     assert torch.equal(ops.sample(logits[order], rows_of(batch, order)), together[order])
 
 
-def test_a_row_of_nan_stays_in_range_and_to_itself():
+def test_a_row_of_nan_stays_in_range_and_to_itself(ops: Operators):
     logits = torch.randn(6, 40)
     batch = sampling_batch(6, top_p=[1.0, 0.9, 1.0, 1.0, 0.9, 1.0], top_k=[0, 0, 4, 0, 0, 4])
     clean = ops.sample(logits, batch)
@@ -267,7 +267,7 @@ def naive_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[lis
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20, 64])
 @pytest.mark.parametrize("step", [None, 0.5])
-def test_logprobs_and_their_order(num_top, step):
+def test_logprobs_and_their_order(ops: Operators, num_top, step):
     """``step`` rounds the logits, so that equals lie both inside the top and across its edge."""
     logits = torch.randn(12, 64)
     if step is not None:
@@ -283,7 +283,7 @@ def test_logprobs_and_their_order(num_top, step):
     )
 
 
-def test_logprobs_keep_every_bit_whatever_the_neighbours():
+def test_logprobs_keep_every_bit_whatever_the_neighbours(ops: Operators):
     logits, token_ids = torch.randn(9, 1031), torch.arange(9)
     together = ops.token_logprobs(logits, token_ids, 3)
     for row in range(9):
@@ -294,16 +294,16 @@ def test_logprobs_keep_every_bit_whatever_the_neighbours():
 @pytest.mark.parametrize(
     ("argument", "call"),
     [
-        ("logits", lambda: ops.sample(torch.zeros(2, 8).bfloat16(), sampling_batch(2))),
-        ("batch.temperature", lambda: ops.sample(torch.zeros(2, 8), sampling_batch(3))),
-        ("logits", lambda: ops.token_logprobs(torch.zeros(8), torch.zeros(1).long(), 0)),
-        ("token_ids", lambda: ops.token_logprobs(torch.zeros(2, 8), torch.zeros(3).long(), 0)),
-        ("token_ids", lambda: ops.token_logprobs(torch.zeros(2, 8), torch.zeros(2).int(), 0)),
-        ("num_top", lambda: ops.token_logprobs(torch.zeros(2, 8), torch.zeros(2).long(), 9)),
-        ("seed", lambda: ops.philox_uniform(torch.zeros(2), torch.zeros(2).int(), torch.zeros(2).int())),
-        ("choice", lambda: ops.philox_uniform(torch.zeros(2).long(), torch.zeros(3).int(), torch.zeros(2).int())),
+        ("logits", lambda ops: ops.sample(torch.zeros(2, 8).bfloat16(), sampling_batch(2))),
+        ("batch.temperature", lambda ops: ops.sample(torch.zeros(2, 8), sampling_batch(3))),
+        ("logits", lambda ops: ops.token_logprobs(torch.zeros(8), torch.zeros(1).long(), 0)),
+        ("token_ids", lambda ops: ops.token_logprobs(torch.zeros(2, 8), torch.zeros(3).long(), 0)),
+        ("token_ids", lambda ops: ops.token_logprobs(torch.zeros(2, 8), torch.zeros(2).int(), 0)),
+        ("num_top", lambda ops: ops.token_logprobs(torch.zeros(2, 8), torch.zeros(2).long(), 9)),
+        ("seed", lambda ops: ops.philox_uniform(torch.zeros(2), torch.zeros(2).int(), torch.zeros(2).int())),
+        ("choice", lambda ops: ops.philox_uniform(torch.zeros(2).long(), torch.zeros(3).int(), torch.zeros(2).int())),
     ],
 )
-def test_a_wrong_argument_is_named(argument, call):
+def test_a_wrong_argument_is_named(ops: Operators, argument, call):
     with pytest.raises(ValueError, match=f"^{argument}:"):
-        call()
+        call(ops)

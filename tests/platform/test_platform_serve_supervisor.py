@@ -15,9 +15,10 @@ import pytest
 from graftwork_platform.serve.command import _socket_folder
 from graftwork_platform.serve.data_dir import DataDirBusy, locked
 from graftwork_platform.serve.supervisor import EXIT_CONFIG, Child, ChildFailed, Supervisor
+from graftwork_platform.settings import engine_environment
 
 CHILD = """
-import pathlib, sys, time, signal
+import os, pathlib, sys, time, signal
 log = pathlib.Path(sys.argv[1])
 with log.open("a") as file:
     file.write(sys.stdin.read() + "\\n")
@@ -26,6 +27,9 @@ if behaviour == "crash":
     sys.exit(3)
 if behaviour == "config":
     sys.exit(78)
+if behaviour == "environment":
+    with log.open("a") as file:
+        file.write(os.environ["SPIN"] + os.environ["PYTHONPATH"] + "\\n")
 if behaviour == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with log.open("a") as file:
@@ -87,6 +91,21 @@ def test_a_deaf_child_is_killed(tmp_path: Path) -> None:
     thread.join(10)
     assert supervised.process is not None
     assert supervised.process.returncode == -9
+
+
+def test_a_child_has_its_own_environment_beside_the_supervisors(tmp_path: Path) -> None:
+    supervised = child(tmp_path, "environment")
+    supervised.environment = {"SPIN": "1000"}
+    supervised.look_after(0.0)
+    wait_for(tmp_path, 2)
+    supervised.stop()
+    assert lines(tmp_path)[1] == f"1000{tmp_path}"
+    assert "SPIN" not in os.environ
+
+
+def test_the_engines_threads_spin_for_a_moment_only_unless_the_operator_says_otherwise() -> None:
+    assert engine_environment({}) == {"GOMP_SPINCOUNT": "1000"}
+    assert engine_environment({"GOMP_SPINCOUNT": "7"}) == engine_environment({"OMP_WAIT_POLICY": "active"}) == {}
 
 
 def test_a_long_life_forgives_earlier_crashes(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from uuid import uuid4
 import httpx2
 import openai
 import pytest
+from compiled_kernels import KERNEL_DIR
 
 from graftwork_adapters.store import ObjectStore, StoreConfig
 from graftwork_adapters.stores import open_store
@@ -146,7 +147,7 @@ class Server:
         command = [
             *(sys.executable, "-m", "graftwork_platform.cli", "serve", "--model", str(self.model)),
             *("--data-dir", str(self.data_dir), "--port", str(self.port), "--kv-memory", str(64 << 20)),
-            *("--adapter-page", str(64 << 10), *self.arguments),
+            *("--adapter-page", str(64 << 10), "--kernel-dir", str(KERNEL_DIR), *self.arguments),
         ]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -12,12 +12,18 @@ Block 0 is also what the same tenant's requests without A would compute; blocks 
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, NewType
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes; equal keys mean equal contents."""
+
+
+_BLOCK_TAG = b"graftwork.kv.block.v1"
+_SIZE = struct.Struct("<Q")
+_RUN = struct.Struct("<QQQ")  # size of the offset, offset, size of the name that follows
 
 
 class AdapterRun(NamedTuple):
@@ -29,9 +35,9 @@ class AdapterRun(NamedTuple):
 
 def chain_start(base_id: str, cache_salt: bytes) -> BlockKey:
     """What stands for the parent of a first block: nobody without the same base and salt can find what follows from it."""
-    digest = hashlib.sha256(b"graftwork.kv.start.v1")
-    _update_sized(digest, (base_id.encode(), cache_salt))
-    return BlockKey(digest.digest())
+    base = base_id.encode()
+    parts = (b"graftwork.kv.start.v1", _SIZE.pack(len(base)), base, _SIZE.pack(len(cache_salt)), cache_salt)
+    return BlockKey(hashlib.sha256(b"".join(parts)).digest())
 
 
 def adapter_runs(start: int, end: int, adapter_key: str | None, adapter_start: int) -> tuple[AdapterRun, ...]:
@@ -53,16 +59,9 @@ def block_key(parent: BlockKey, token_ids: Sequence[int], runs: Iterable[Adapter
     Every part has a fixed length or is preceded by its length, so no two different inputs are encoded alike. Token ids are
     below 2⁶³.
     """
-    digest = hashlib.sha256(b"graftwork.kv.block.v1")
-    digest.update(parent)
-    _update_sized(digest, (array("q", token_ids).tobytes(),))
+    tokens = array("q", token_ids).tobytes()
+    parts = [_BLOCK_TAG, parent, _SIZE.pack(len(tokens)), tokens]
     for offset, adapter_key in runs:
         name = b"" if adapter_key is None else b"\x01" + adapter_key.encode()
-        _update_sized(digest, (offset.to_bytes(8, "little"), name))
-    return BlockKey(digest.digest())
-
-
-def _update_sized(digest: hashlib._Hash, parts: Iterable[bytes]) -> None:
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
+        parts += (_RUN.pack(_SIZE.size, offset, len(name)), name)
+    return BlockKey(hashlib.sha256(b"".join(parts)).digest())

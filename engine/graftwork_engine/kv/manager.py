@@ -41,7 +41,7 @@ class KVCacheManager:
         """
         if not self._enable_prefix_caching or request.needs_prompt_logprobs:
             return []
-        return self._pool.find(self._keys(request, (request.num_tokens - 1) // self.block_size))
+        return self._pool.find(self._keys(request, 0, (request.num_tokens - 1) // self.block_size))
 
     def can_start(self, request: Request, computed: Sequence[int], reserved: int) -> bool:
         """True if all of the request's tokens fit beside ``reserved`` blocks, once it shares the ``computed`` ones.
@@ -76,7 +76,7 @@ class KVCacheManager:
         first, last = start // self.block_size, end // self.block_size
         if not self._enable_prefix_caching or first == last:
             return
-        for block, key in zip(request.block_ids[first:last], self._keys(request, last)[first:last], strict=True):
+        for block, key in zip(request.block_ids[first:last], self._keys(request, first, last), strict=True):
             self._pool.register(block, key)
 
     def withdraw(self, request: Request) -> None:
@@ -104,12 +104,12 @@ class KVCacheManager:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _keys(self, request: Request, count: int) -> list[BlockKey]:
-        """Keys of the first ``count`` blocks, hashed once: a request's tokens are only ever added to."""
+    def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
+        """Keys of the blocks ``first..last``, hashed once: a request's tokens are only ever added to."""
         keys = request.block_keys
-        while len(keys) < count:
+        while len(keys) < last:
             start, end = len(keys) * self.block_size, (len(keys) + 1) * self.block_size
             parent = keys[-1] if keys else chain_start(self._base_id, request.cache_salt)
             runs = adapter_runs(start, end, request.adapter_key, request.adapter_start)
             keys.append(block_key(parent, request.token_ids(start, end), runs))
-        return keys[:count]
+        return keys[first:last]

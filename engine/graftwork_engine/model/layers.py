@@ -15,8 +15,8 @@ from torch import Tensor
 
 from graftwork_adapters.base_spec import PROJECTIONS
 from graftwork_engine.model.config import Llama3Scaling, RopeConfig
-from graftwork_kernels import ops
-from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AttentionBatch, LinearSite
+from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AttentionBatch, LinearSite, Weight
+from graftwork_kernels.ops import Operators
 
 Destinations = Iterator[tuple[str, Tensor]]
 """(Name in the checkpoint, the part of a parameter it fills); together they cover every parameter exactly once."""
@@ -36,8 +36,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """All that the layers need to know of a step beside its rows. ``positions`` int64 [T]: each row's place in its sequence."""
+    """All that the layers need to know of a step beside its rows: the operators that compute it, and what those ask for.
 
+    ``positions`` int64 [T]: each row's place in its sequence.
+    """
+
+    ops: Operators
     positions: Tensor
     attention: AttentionBatch
     adapters: AdapterBatch
@@ -56,12 +60,12 @@ class RmsNorm:
         """The norm's weight."""
         yield f"{self.name}.weight", self.weight
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, ops: Operators, x: Tensor) -> Tensor:
         """Norm of ``x`` [..., size]."""
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of ``x + residual``, ``x + residual``)."""
+    def add(self, ops: Operators, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of ``x + residual``, ``x + residual`` in fp32)."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -80,20 +84,24 @@ class Projections:
             LinearSite(layer * len(PROJECTIONS) + PROJECTIONS.index(name), start, size)
             for (name, size), start in zip(sizes.items(), starts, strict=True)
         )
-        self.weight = place.empty(sum(self.sizes), in_features)
+        self.weight = Weight.plain(place.empty(sum(self.sizes), in_features))
         self.bias = place.empty(sum(self.sizes)) if bias else None
 
     def destinations(self) -> Destinations:
         """Each projection's rows of the packed weight and bias."""
         for name, site in zip(self.names, self.sites, strict=True):
             module = f"model.layers.{self.layer}.{name}"
-            yield f"{module}.weight", self.weight[site.start : site.start + site.size]
+            yield f"{module}.weight", self.weight.data[site.start : site.start + site.size]
             if self.bias is not None:
                 yield f"{module}.bias", self.bias[site.start : site.start + site.size]
 
+    def prepare(self, ops: Operators) -> None:
+        """Hand the loaded weight to the operators that will read it; nothing can be loaded into it afterwards."""
+        self.weight = ops.prepare_weight(self.weight.data)
+
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, in_features] → [T, sum of sizes]."""
-        return ops.adapter_linear(x, self.weight, self.bias, batch.adapter_memory, batch.adapters, self.sites)
+        return batch.ops.adapter_linear(x, self.weight, self.bias, batch.adapter_memory, batch.adapters, self.sites)
 
 
 class Embedding:
@@ -101,15 +109,19 @@ class Embedding:
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, place: Placement) -> None:
         self.name = name
-        self.weight = place.empty(vocab_size, hidden_size)
+        self.weight = Weight.plain(place.empty(vocab_size, hidden_size))
 
     def destinations(self) -> Destinations:
         """The whole matrix."""
-        yield f"{self.name}.weight", self.weight
+        yield f"{self.name}.weight", self.weight.data
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
+    def prepare(self, ops: Operators) -> None:
+        """As `Projections.prepare`."""
+        self.weight = ops.prepare_weight(self.weight.data)
+
+    def __call__(self, token_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """int64 [T] → [T, hidden]."""
-        return torch.nn.functional.embedding(token_ids, self.weight)
+        return batch.ops.embedding(token_ids, self.weight)
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from graftwork_engine.kv_memory import KvCache
 from graftwork_engine.model.config import ModelConfig
 from graftwork_engine.model.layers import Destinations, Embedding, ForwardBatch, Placement, Projections, RmsNorm, rotary_table
-from graftwork_kernels import ops
+from graftwork_kernels.ops import Operators
 
 
 class Llama:
@@ -40,16 +40,24 @@ class Llama:
         if self.lm_head is not self.embed_tokens:
             yield from self.lm_head.destinations()
 
+    def prepare(self, ops: Operators) -> None:
+        """Let ``ops``, which will run this model, lay out the loaded weights, one after the other: only one is kept twice."""
+        self.embed_tokens.prepare(ops)
+        for layer in self.layers:
+            layer.prepare(ops)
+        if self.lm_head is not self.embed_tokens:
+            self.lm_head.prepare(ops)
+
     def hidden_states(self, token_ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         """int64 [T] → [T, H], normed for the head; writes each row's keys and values into ``kv``."""
-        hidden = self.embed_tokens(token_ids)
-        residual = torch.zeros_like(hidden, dtype=torch.float32)  # every layer adds to it: bf16 would round each time
+        hidden = self.embed_tokens(token_ids, batch)
+        residual: Tensor | None = None  # fp32: every layer adds to it, and bf16 would round each time
         for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
             hidden, residual = layer(hidden, residual, batch, keys, values)
-        hidden, _ = self.norm.add(hidden, residual)
+        hidden, _ = self.norm.add(batch.ops, hidden, residual)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, ops: Operators, hidden: Tensor) -> Tensor:
         """[rows, H] → fp32 [rows, V], for the rows that need them."""
         return ops.linear(hidden, self.lm_head.weight, out_dtype=torch.float32)
 
@@ -69,13 +77,18 @@ class DecoderLayer:
         parts = (self.input_norm, self.self_attn, self.post_attention_norm, self.mlp)
         return chain.from_iterable(part.destinations() for part in parts)
 
+    def prepare(self, ops: Operators) -> None:
+        """See `Llama.prepare`."""
+        for projections in (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj):
+            projections.prepare(ops)
+
     def __call__(
-        self, hidden: Tensor, residual: Tensor, batch: ForwardBatch, keys: Tensor, values: Tensor
+        self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(what this layer adds last, the sum of everything before it); the next norm adds the two."""
-        hidden, residual = self.input_norm.add(hidden, residual)
+        hidden, residual = self.input_norm.add(batch.ops, hidden, residual)
         hidden = self.self_attn(hidden, batch, keys, values)
-        hidden, residual = self.post_attention_norm.add(hidden, residual)
+        hidden, residual = self.post_attention_norm.add(batch.ops, hidden, residual)
         return self.mlp(hidden, batch), residual
 
 
@@ -106,10 +119,9 @@ class Attention:
         packed = torch.split_with_sizes(self.qkv_proj(hidden, batch), self.qkv_proj.sizes, dim=-1)
         q, k, v = (part.view(len(hidden), -1, self.head_dim) for part in packed)
         if self.qk_norm is not None:
-            q, k = self.qk_norm[0](q), self.qk_norm[1](k)
-        q, k = ops.rotary(q, k, batch.positions, self.rotary)
-        ops.write_kv(k, v, keys, values, batch.attention.kv_slot)
-        attended = ops.paged_attention(q, keys, values, batch.attention, self.head_dim**-0.5)
+            q, k = self.qk_norm[0](batch.ops, q), self.qk_norm[1](batch.ops, k)
+        q = batch.ops.rotary_and_write_kv(q, k, v, batch.positions, self.rotary, keys, values, batch.attention.kv_slot)
+        attended = batch.ops.paged_attention(q, keys, values, batch.attention, self.head_dim**-0.5)
         return self.o_proj(attended.flatten(-2), batch)
 
 
@@ -127,4 +139,4 @@ class Mlp:
 
     def __call__(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, H] → [T, H]."""
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(hidden, batch)), batch)
+        return self.down_proj(batch.ops.silu_and_mul(self.gate_up_proj(hidden, batch)), batch)

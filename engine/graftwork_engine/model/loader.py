@@ -52,7 +52,8 @@ def load_weights(model: Llama, path: Path) -> None:
     if waiting:
         some = ", ".join(sorted(waiting)[:8])
         raise UnsupportedModel(f"{path}: {len(waiting)} tensors are missing: {some}{', …' if len(waiting) > 8 else ''}")
-    if tied_head is not None and not torch.equal(tied_head.to(model.lm_head.weight), model.lm_head.weight):
+    head = model.lm_head.weight.data
+    if tied_head is not None and not torch.equal(tied_head.to(head), head):
         raise UnsupportedModel(f"{path}: tie_word_embeddings is true, but {TIED_HEAD} is not the embedding")
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from graftwork_adapters.load_failure import LoadFailure
 from graftwork_engine.messages import EngineError, TokenLogprob
 from graftwork_engine.request import Request, RequestId
@@ -14,13 +16,13 @@ BASE = -1
 """The adapter index of tokens that run on the base model alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """Tokens ``start .. start + num_tokens`` of one request.
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
+    """Tokens ``start .. start + num_tokens`` of one request. A struct, like `RequestResult`: a step makes one for each request.
 
-    ``block_ids`` covers every token up to the end of that range. ``adapter_index`` is the adapter's place in device memory,
-    for the tokens at or after ``request.adapter_start``. ``samples`` is true when the range ends at the request's newest
-    token, whose logits then give the next one.
+    ``block_ids`` covers every token up to the end of that range; it is the request's own list, which only grows while the request
+    runs, and is another one when it runs again. ``adapter_index`` is the adapter's place in device memory, for the tokens at or
+    after ``request.adapter_start``; it stays the same as long as the list does. ``samples`` is true when the range ends at the
+    request's newest token, whose logits then give the next one.
     """
 
     request: Request
@@ -47,8 +49,7 @@ class StepPlan:
         return sum(s.num_tokens for s in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestResult:
+class RequestResult(msgspec.Struct, frozen=True, gc=False):
     """What the step made of one scheduled request, in the plan's order.
 
     ``token_id`` is None unless the request samples. ``prompt_logprobs`` holds one entry for each prompt token *following* a

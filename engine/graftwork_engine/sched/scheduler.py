@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from graftwork_engine.errors import ErrorCode, RequestRejected
 from graftwork_engine.kv.manager import KVCacheManager
-from graftwork_engine.messages import EngineError, OutItem
+from graftwork_engine.messages import EngineError, OutItem, TokenLogprob
 from graftwork_engine.request import FinishReason, Request, RequestId, RequestStatus
 from graftwork_engine.sched.adapter_refs import AdapterRefs
 from graftwork_engine.sched.admission import check_request
@@ -28,6 +28,8 @@ from graftwork_engine.sched.plan import AdapterGate, RequestResult, ScheduledReq
 COST_OF_PROMPT_TOKEN = 1
 COST_OF_OUTPUT_TOKEN = 2
 """What a flow is charged: an output token has a step of its own, prompt tokens share one."""
+
+RUNNING = RequestStatus.RUNNING  # looking up a member of an enumeration costs as much as a call
 
 MAX_PASSED_OVER = 256
 """Requests without their adapter that one step looks at. With more of them, a pass over the line takes several steps."""
@@ -120,22 +122,29 @@ class Scheduler:
     def update(self, plan: StepPlan, results: list[RequestResult]) -> list[OutItem]:
         """Book what the plan's execution made; the items to send, those of requests that ended since the last call first."""
         items, self._ended = self._ended, []
+        block_size = self._kv.block_size
+        num_drawn: dict[str, int] = {}  # by flow
         for scheduled, result in zip(plan.scheduled, results, strict=True):
             request = scheduled.request
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not RUNNING:
                 continue  # aborted while the step ran
             if result.failure is not None:
                 items.append(self._fail_in_step(request, result.failure))
                 continue
-            end = scheduled.start + scheduled.num_tokens
+            start, end = scheduled.start, scheduled.start + scheduled.num_tokens
             request.num_computed_tokens = end
-            self._kv.register(request, scheduled.start, end)
-            if request.needs_prompt_logprobs:
-                if not request.prompt_logprobs:
-                    request.prompt_logprobs.append(None)  # nothing comes before the first token
-                request.prompt_logprobs.extend(result.prompt_logprobs or ())
-            if scheduled.samples or end == request.num_tokens:
-                items.append(self._advance(request, result, samples=scheduled.samples))
+            if end // block_size > start // block_size:
+                self._kv.register(request, start, end)
+            if request.sampling.prompt_logprobs is not None:
+                self._keep_prompt_logprobs(request, result)
+            if scheduled.samples:
+                num_drawn[request.flow] = num_drawn.get(request.flow, 0) + 1
+                items.append(self._take_token(request, result))
+            elif end == request.num_tokens:
+                items.append(self._end_without_token(request))
+        for flow, number in num_drawn.items():
+            self._waiting.charge(flow, COST_OF_OUTPUT_TOKEN * number)
+            self._counts["output_tokens_total"] += number
         return items
 
     def stats(self) -> dict[str, float]:
@@ -164,16 +173,18 @@ class Scheduler:
 
     def _continue_running(self, scheduled: list[ScheduledRequest]) -> int:
         """Deal tokens to running requests, preempting from the end of the line for blocks; the budget that is left."""
-        budget, position = self._limits.max_num_batched_tokens, 0
-        while position < len(self._running) and budget > 0:
-            request = self._running[position]
-            num_tokens = self._chunk(request, budget)
-            if self._kv.extend(request, request.num_computed_tokens + num_tokens):
-                scheduled.append(self._deal(request, num_tokens))
-                budget -= num_tokens
+        budget, position, running, block_size = self._limits.max_num_batched_tokens, 0, self._running, self._kv.block_size
+        while position < len(running) and budget > 0:
+            request = running[position]
+            dealt = self._deal(request, budget)
+            end = dealt.start + dealt.num_tokens
+            # Most steps of most requests stay within their last block, and need not ask.
+            if end <= len(request.block_ids) * block_size or self._kv.extend(request, end):
+                scheduled.append(dealt)
+                budget -= dealt.num_tokens
                 position += 1
             else:
-                self._preempt(self._running[-1])  # stands at or behind `position`, so it is not in this plan
+                self._preempt(running[-1])  # stands at or behind `position`, so it is not in this plan
         return budget
 
     def _start_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> list[RequestId]:
@@ -183,11 +194,14 @@ class Scheduler:
         passed by nobody: blocks come free as others end, and those that pass would take them for ever.
         """
         newly_running: list[RequestId] = []
-        reserved = sum(self._kv.num_missing(request) for request in self._running)
         if not self._is_pass_unfinished:
             self._waiting.unpark()
             self._is_draining = False
         self._is_pass_unfinished = False
+        if budget <= 0 or len(self._running) >= self._limits.max_num_seqs or not len(self._waiting):
+            return newly_running
+        # With budget left every running request is in the plan; one that draws a token has all its blocks.
+        reserved = sum(self._kv.num_missing(s.request) for s in scheduled if not s.samples)
         num_passed_over = 0
         while budget > 0 and len(self._running) < self._limits.max_num_seqs:
             if num_passed_over == MAX_PASSED_OVER:
@@ -208,28 +222,21 @@ class Scheduler:
             if request.status is RequestStatus.WAITING:
                 newly_running.append(request.request_id)
             self._start(request, computed)
-            num_tokens = self._chunk(request, budget)
-            if not self._kv.extend(request, request.num_computed_tokens + num_tokens):
+            dealt = self._deal(request, budget)
+            if not self._kv.extend(request, dealt.start + dealt.num_tokens):
                 raise AssertionError(f"request {request.request_id} was started without room")
             reserved += self._kv.num_missing(request)
-            scheduled.append(self._deal(request, num_tokens))
-            budget -= num_tokens
+            scheduled.append(dealt)
+            budget -= dealt.num_tokens
         return newly_running
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        remaining = request.num_tokens - request.num_computed_tokens
-        return min(remaining, budget, self._limits.prefill_chunk_size or budget)
-
-    def _deal(self, request: Request, num_tokens: int) -> ScheduledRequest:
-        start = request.num_computed_tokens
-        return ScheduledRequest(
-            request=request,
-            start=start,
-            num_tokens=num_tokens,
-            block_ids=list(request.block_ids),
-            adapter_index=request.adapter_index,
-            samples=start + num_tokens == request.num_tokens and request.num_output_tokens < request.sampling.max_tokens,
-        )
+    def _deal(self, request: Request, budget: int) -> ScheduledRequest:
+        """The tokens that the request computes next, as many of them as ``budget`` allows."""
+        start, num_output = request.num_computed_tokens, len(request.output_ids)
+        num_left = len(request.prompt_ids) + num_output - start
+        num_tokens = 1 if num_left == 1 else min(num_left, budget, self._limits.prefill_chunk_size or budget)
+        samples = num_tokens == num_left and num_output < request.sampling.max_tokens
+        return ScheduledRequest(request, start, num_tokens, request.block_ids, request.adapter_index, samples)
 
     def _start(self, request: Request, computed: list[int]) -> None:
         self._kv.share(request, computed)
@@ -272,33 +279,54 @@ class Scheduler:
 
     # Ending
 
-    def _advance(self, request: Request, result: RequestResult, *, samples: bool) -> OutItem:
-        """All tokens are computed: take in the one that was drawn, and end the request if that was the last."""
-        first_output_index = request.num_output_tokens
-        prompt_logprobs = None
+    def _keep_prompt_logprobs(self, request: Request, result: RequestResult) -> None:
+        """Collect them from the steps that compute the prompt."""
         if request.needs_prompt_logprobs:
-            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
-            if len(prompt_logprobs) != len(request.prompt_ids):
-                raise AssertionError(f"{len(prompt_logprobs)} logprobs for a prompt of {len(request.prompt_ids)} tokens")
-        reason: FinishReason | None = FinishReason.LENGTH  # of a request for no token but the prompt's logprobs
-        if samples:
-            if result.token_id is None:
-                raise AssertionError(f"the step drew no token for request {request.request_id}")
-            request.output_ids.append(result.token_id)
-            self._waiting.charge(request.flow, COST_OF_OUTPUT_TOKEN)
-            self._counts["output_tokens_total"] += 1
-            reason = _finish_reason(request)
+            if not request.prompt_logprobs:
+                request.prompt_logprobs.append(None)  # nothing comes before the first token
+            request.prompt_logprobs.extend(result.prompt_logprobs or ())
+
+    def _take_token(self, request: Request, result: RequestResult) -> OutItem:
+        """Take in the token that was drawn, and end the request if that was the last."""
+        if result.token_id is None:
+            raise AssertionError(f"the step drew no token for request {request.request_id}")
+        index = len(request.output_ids)
+        prompt_logprobs = None if request.sampling.prompt_logprobs is None else self._due_prompt_logprobs(request)
+        request.output_ids.append(result.token_id)
+        reason = _finish_reason(request)
         if reason is not None:
             self._end(request)
         return OutItem(
-            request_id=request.request_id,
-            first_output_index=first_output_index,
-            token_ids=request.output_ids[first_output_index:],
-            logprobs=None if result.logprob is None else [result.logprob],
-            prompt_logprobs=prompt_logprobs,
-            finish=None if reason is None else reason.value,
-            cached_tokens=request.num_cached_tokens if first_output_index == request.num_resumed_tokens else 0,
+            request.request_id,
+            index,
+            [result.token_id],
+            None if result.logprob is None else [result.logprob],
+            prompt_logprobs,
+            None if reason is None else reason.value,
+            None,
+            request.num_cached_tokens if index == request.num_resumed_tokens else 0,
         )
+
+    def _end_without_token(self, request: Request) -> OutItem:
+        """The request was for no token but its prompt's logprobs, which are complete."""
+        item = OutItem(
+            request.request_id,
+            request.num_output_tokens,
+            prompt_logprobs=self._due_prompt_logprobs(request),
+            finish=FinishReason.LENGTH.value,
+            cached_tokens=request.num_cached_tokens,
+        )
+        self._end(request)
+        return item
+
+    def _due_prompt_logprobs(self, request: Request) -> list[TokenLogprob | None] | None:
+        """All of them, once, with the first item."""
+        if not request.needs_prompt_logprobs:
+            return None
+        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
+        if len(prompt_logprobs) != len(request.prompt_ids):
+            raise AssertionError(f"{len(prompt_logprobs)} logprobs for a prompt of {len(request.prompt_ids)} tokens")
+        return prompt_logprobs
 
     def _fail_expired(self) -> None:
         now = self._clock()
@@ -338,8 +366,9 @@ class Scheduler:
 
 def _finish_reason(request: Request) -> FinishReason | None:
     """Why the request's newest token is its last one, if it is. The model's context cannot be passed: `add` saw to that."""
-    if request.output_ids and request.output_ids[-1] in request.sampling.stop_token_ids:
+    output_ids, sampling = request.output_ids, request.sampling
+    if output_ids and output_ids[-1] in sampling.stop_token_ids:
         return FinishReason.STOP
-    if request.num_output_tokens >= request.sampling.max_tokens and not request.needs_prompt_logprobs:
+    if len(output_ids) >= sampling.max_tokens and not request.needs_prompt_logprobs:
         return FinishReason.LENGTH
     return None

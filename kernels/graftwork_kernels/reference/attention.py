@@ -1,4 +1,4 @@
-"""Writing to and attending over the paged KV cache in plain torch.
+"""Turning queries and keys, writing to and attending over the paged KV cache in plain torch.
 
 Decode rows are cut into fixed chunks of their own context and computed together, so that a short context pays nothing for a long
 neighbour and no row's arithmetic depends on another's. Prefill runs one request at a time, a tile of query rows at a time.
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from graftwork_kernels.layout import AttentionBatch
+from graftwork_kernels.reference.elementwise import rotate
 
 _DECODE_CHUNK = 128
 """Tokens of context in one piece of a decode row's attention."""
@@ -22,8 +23,22 @@ _PREFILL_TILE = 128
 """Query rows computed at once: bounds the score matrix and skips the keys that lie in every row's future."""
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slot: Tensor) -> None:
-    """See `graftwork_kernels.ops.write_kv`."""
+def rotary_and_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_slot: Tensor,
+) -> Tensor:
+    """See `graftwork_kernels.ops.Operators.rotary_and_write_kv`."""
+    _write_kv(rotate(k, positions, cos_sin), v, k_cache, v_cache, kv_slot)
+    return rotate(q, positions, cos_sin)
+
+
+def _write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slot: Tensor) -> None:
     written = kv_slot >= 0
     if not bool(written.all()):
         k, v, kv_slot = k[written], v[written], kv_slot[written]
@@ -34,7 +49,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slot: Te
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """See `graftwork_kernels.ops.paged_attention`."""
+    """See `graftwork_kernels.ops.Operators.paged_attention`."""
     out = torch.zeros_like(q)
     query_len = batch.query_start.diff()
     decoding = (query_len == 1).nonzero().squeeze(1)  # requests

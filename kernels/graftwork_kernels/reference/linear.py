@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graftwork_kernels.layout import AdapterBatch, AdapterMemory, LinearSite, RowType, SiteField
+from graftwork_kernels.layout import AdapterBatch, AdapterMemory, LinearSite, RowType, SiteField, Weight, WeightLayout
 from graftwork_kernels.row_codec import RowRun, read_runs
 
 _UPCAST_ROWS = 512
@@ -26,9 +26,19 @@ class _Segment:
     records: Sequence[Sequence[int]]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See `graftwork_kernels.ops.linear`."""
-    product = _product(x.to(torch.float32), weight)
+def prepare_weight(weight: Tensor) -> Weight:
+    """See `graftwork_kernels.ops.Operators.prepare_weight`: it is read as it is."""
+    return Weight.plain(weight)
+
+
+def embedding(token_ids: Tensor, weight: Weight) -> Tensor:
+    """See `graftwork_kernels.ops.Operators.embedding`."""
+    return functional.embedding(token_ids, _matrix(weight))
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """See `graftwork_kernels.ops.Operators.linear`."""
+    product = _product(x.to(torch.float32), _matrix(weight))
     if bias is not None:
         product += bias
     return product.to(out_dtype)
@@ -36,15 +46,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
 
 def adapter_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     memory: AdapterMemory,
     batch: AdapterBatch,
     sites: tuple[LinearSite, ...],
 ) -> Tensor:
-    """See `graftwork_kernels.ops.adapter_linear`."""
+    """See `graftwork_kernels.ops.Operators.adapter_linear`."""
     wide = x.to(torch.float32)
-    product = _product(wide, weight)
+    product = _product(wide, _matrix(weight))
     segments = _segments(memory, batch, sites)
     if segments:
         rows = batch.permutation[: segments[-1].end]
@@ -57,6 +67,12 @@ def adapter_linear(
     if segments:
         product.index_copy_(0, rows, grouped)
     return product.to(x.dtype)
+
+
+def _matrix(weight: Weight) -> Tensor:
+    if weight.layout is not WeightLayout.PLAIN:
+        raise ValueError(f"weight: expected a plain matrix, got {weight.layout.value}, which another implementation prepared")
+    return weight.data
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

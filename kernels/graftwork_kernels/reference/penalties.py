@@ -9,13 +9,13 @@ from graftwork_kernels.layout import LogitBias, Penalties
 
 
 def apply_logit_bias(logits: Tensor, bias: LogitBias) -> None:
-    """See `graftwork_kernels.ops.apply_logit_bias`."""
+    """See `graftwork_kernels.ops.Operators.apply_logit_bias`."""
     place = _entries(bias.row_start, bias.token_id)
     logits[place] = logits[place] + bias.value
 
 
 def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
-    """See `graftwork_kernels.ops.apply_penalties`."""
+    """See `graftwork_kernels.ops.Operators.apply_penalties`."""
     row, token_id = _entries(penalties.row_start, penalties.token_id)
     count = penalties.output_count.to(torch.float32)
     chosen, repetition = logits[row, token_id], penalties.repetition[row]
@@ -26,7 +26,7 @@ def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """See `graftwork_kernels.ops.finite_rows`."""
+    """See `graftwork_kernels.ops.Operators.finite_rows`."""
     return logits.amax(-1).isfinite()  # the maximum of a row that holds NaN is NaN
 
 

@@ -24,7 +24,7 @@ def philox4x32(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor
 
 
 def philox_uniform(seed: Tensor, choice: Tensor, position: Tensor) -> Tensor:
-    """See `graftwork_kernels.ops.philox_uniform`."""
+    """See `graftwork_kernels.ops.Operators.philox_uniform`."""
     seed = seed.to(torch.int64)
     zero = torch.zeros_like(seed)
     key = (seed & _WORD, (seed >> 32) & _WORD)

@@ -13,7 +13,7 @@ _NUCLEUS_START = 256
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """See `graftwork_kernels.ops.sample`."""
+    """See `graftwork_kernels.ops.Operators.sample`."""
     tokens = logits.argmax(-1)
     drawn = (batch.temperature > 0).nonzero().squeeze(1)
     if drawn.numel() == 0:
@@ -35,7 +35,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `graftwork_kernels.ops.token_logprobs`."""
+    """See `graftwork_kernels.ops.Operators.token_logprobs`."""
     logits = logits.to(torch.float32)
     log_total = logits.logsumexp(-1, keepdim=True)
     logprobs = (logits.gather(-1, token_ids.unsqueeze(-1)) - log_total).squeeze(-1)

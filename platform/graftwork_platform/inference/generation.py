@@ -29,6 +29,7 @@ from graftwork_platform.usage import UsageNotRecorded, UsageRow
 
 _log = logging.getLogger(__name__)
 
+_ABORTED = FinishReason.ABORT.value
 _REBUILT = (ErrorCode.ADAPTER_MISSING, ErrorCode.ADAPTER_CORRUPT)
 _LEDGER_RETRY_AFTER = 2  # seconds; a full disk is repaired by somebody, a slow one by itself
 
@@ -60,7 +61,7 @@ class Tally:
     prompt_tokens: int = 0  # of the prompts that were computed, which the first item of a choice of theirs tells
     output_tokens: int = 0
     status: UsageStatus = UsageStatus.ABORTED  # until it ends in another way, it ends by its client's leaving
-    cached: dict[int, int] = field(default_factory=dict)  # of each prompt
+    cached: dict[int, int] = field(default_factory=dict)  # of each prompt, by its first choice
 
     @property
     def cached_tokens(self) -> int:
@@ -69,11 +70,12 @@ class Tally:
 
     def note_cached(self, admitted: Admitted, index: int, cached_tokens: int) -> int:
         """Take in what choice ``index`` found computed; its total, which is 0 where it found what another choice computed."""
-        prompt, choice = divmod(index, admitted.n)
-        if choice != 0:
+        if index % admitted.n != 0:
             return 0
-        self.cached[prompt] = max(self.cached.get(prompt, 0), cached_tokens)
-        return self.cached[prompt]
+        known = self.cached.get(index, 0)
+        if cached_tokens > known:
+            known = self.cached[index] = cached_tokens
+        return known
 
 
 class EnsurePacked(Protocol):
@@ -120,17 +122,20 @@ class Generator:
         num_unfinished = admitted.num_choices
         recorded = False
         try:
-            with self._watchdog(admitted) as watchdog:
-                async with aclosing(self._deltas(admitted, tally, entry)) as deltas:
-                    while (delta := await watchdog.next_of(deltas)) is not None:
-                        num_unfinished -= delta.finish is not None
-                        if num_unfinished == 0:
-                            tally.status = UsageStatus.COMPLETED
-                            recorded = True
-                            await self._close(entry, admitted, tally)
+            async with aclosing(self._deltas(admitted, tally, entry)) as deltas:
+                with self._watchdog(admitted) as watchdog:
+                    async for delta in deltas:
+                        watchdog.look_away()
+                        if delta.finish is not None:
+                            num_unfinished -= 1
+                            if num_unfinished == 0:
+                                tally.status = UsageStatus.COMPLETED
+                                recorded = True
+                                await self._close(entry, admitted, tally)
                         yield delta
                         if recorded:
                             return  # asking for more might find the deadline passed
+                        watchdog.watch()
             raise EngineUnavailable("its output ended without a finish")
         except (GraftworkEngineError, AdapterError, TimeoutError) as failure:
             tally.status = UsageStatus.FAILED
@@ -147,48 +152,45 @@ class Generator:
                     await entry.close(self._final_row(admitted, tally))
 
     async def _deltas(self, admitted: Admitted, tally: Tally, entry: Entry) -> AsyncGenerator[Delta, None]:
-        """The output. A missing or corrupt packed form is rebuilt once, as long as nothing has been sent."""
-        started = False
-        try:
-            async with aclosing(self._attempt(admitted, tally, entry)) as deltas:
-                async for delta in deltas:
-                    started = True
-                    yield delta
-            return
-        except RequestFailed as failure:
-            if started or failure.code not in _REBUILT or admitted.model.digest is None:
-                raise
-            is_corrupt = failure.code == ErrorCode.ADAPTER_CORRUPT
-        await self._ensure_packed(admitted.model.digest, replace=is_corrupt)
-        async with aclosing(self._attempt(admitted, tally, entry)) as deltas:
-            async for delta in deltas:
-                yield delta
+        """The output. A missing or corrupt packed form is rebuilt once, as long as nothing has been sent.
 
-    async def _attempt(self, admitted: Admitted, tally: Tally, entry: Entry) -> AsyncGenerator[Delta, None]:
-        """The output of one run. Of each prompt one choice starts at once, and the others when its first item is there: they find
-        the prompt computed.
+        Of each prompt one choice starts at once, and the others when its first item is there: they find the prompt computed.
         """
-        choices = Choices(admitted, self._tokenizer)
-        async with self._engine.streams() as streams:
-            for index in choices.leaders():
-                await streams.add(self._request(admitted, index))
-            async for item in streams:
-                if item.finish == FinishReason.ABORT.value:
-                    raise EngineUnavailable("it stopped this request")
-                # A repeated prompt may be long: other clients' streams go on meanwhile.
-                is_long = admitted.echo and item.first_output_index == 0
-                delta = await asyncio.to_thread(choices.take, item) if is_long else choices.take(item)
-                num_tokens = choices.num_tokens(delta.index)
-                tally.output_tokens += len(delta.token_ids)
-                if delta.is_first and delta.index % admitted.n == 0:
-                    tally.prompt_tokens += len(admitted.prompt_of(delta.index).ids)
-                entry.count(item.request_id, num_tokens, tally.note_cached(admitted, delta.index, item.cached_tokens))
-                if delta.finish is not None and item.finish is None:
-                    await streams.stop(item.request_id, num_tokens)
-                if delta.is_first:
-                    for index in choices.followers(delta.index):
+        rebuilt = False
+        while True:
+            choices = Choices(admitted, self._tokenizer)
+            started = False
+            try:
+                async with self._engine.streams() as streams:
+                    for index in choices.leaders():
                         await streams.add(self._request(admitted, index))
-                yield delta
+                    # From here on the path of each token: a step's 64 tokens are 64 turns of this loop, one in each stream.
+                    async for item in streams:
+                        if item.finish == _ABORTED:
+                            raise EngineUnavailable("it stopped this request")
+                        # A repeated prompt may be long: other clients' streams go on meanwhile.
+                        is_long = admitted.echo and item.first_output_index == 0
+                        delta = await asyncio.to_thread(choices.take, item) if is_long else choices.take(item)
+                        started = True
+                        num_tokens = choices.num_tokens(delta.index)
+                        tally.output_tokens += len(delta.token_ids)
+                        if delta.is_first and delta.index % admitted.n == 0:
+                            tally.prompt_tokens += len(admitted.prompt_of(delta.index).ids)
+                        entry.count(item.request_id, num_tokens, tally.note_cached(admitted, delta.index, item.cached_tokens))
+                        if delta.finish is not None and item.finish is None:
+                            await streams.stop(item.request_id, num_tokens)
+                        if delta.is_first:
+                            for index in choices.followers(delta.index):
+                                await streams.add(self._request(admitted, index))
+                        yield delta
+                return
+            except RequestFailed as failure:
+                digest = admitted.model.digest
+                if started or rebuilt or failure.code not in _REBUILT or digest is None:
+                    raise
+                is_corrupt = failure.code == ErrorCode.ADAPTER_CORRUPT
+            await self._ensure_packed(digest, replace=is_corrupt)
+            rebuilt = True
 
     def _request(self, admitted: Admitted, index: int) -> GenerationRequest:
         caller = admitted.origin.caller

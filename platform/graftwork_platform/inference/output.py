@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from graftwork_engine.messages import OutItem, TokenLogprob
 from graftwork_engine.request import FinishReason
 from graftwork_platform.inference.echo import text_offsets
@@ -25,8 +27,7 @@ class StopRule:
     min_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(msgspec.Struct, frozen=True):
     """A token of the output, or of the prompt that it repeats.
 
     ``offset``: characters before it in the text as it would be without stop strings. ``logprob`` is None for a prompt's first
@@ -39,8 +40,7 @@ class Token:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What one item adds to the output of choice ``index``. ``tokens`` only if log-probabilities were asked for.
 
     ``token_ids`` are the output's own; ``tokens`` begin with the prompt's where it is repeated.
@@ -92,6 +92,8 @@ class OutputText:
         """The next item, in order. Its ``finish`` is set if the item's is, or if a stop string is complete."""
         if self.is_finished:
             raise AssertionError(f"an item for choice {self._index}, which has ended")
+        if self._adds_text_alone(item):
+            return self._take_text(item)
         finish = None if item.finish is None else FinishReason(item.finish)
         text, tokens = self._take_echo(item)
         used = 0
@@ -114,6 +116,17 @@ class OutputText:
         delta = Delta(text, item.token_ids[:used], tokens, finish, self._index, self._is_first)
         self._is_first, self.is_finished = False, finish is not None
         return delta
+
+    def _adds_text_alone(self, item: OutItem) -> bool:
+        """True for nearly all items, of which no more is done than must be."""
+        return item.finish is None and item.logprobs is None and not self._rule.strings and not self._is_first
+
+    def _take_text(self, item: OutItem) -> Delta:
+        ids, push = item.token_ids, self._detokenizer.push
+        text = push(ids[0]) if len(ids) == 1 else "".join([push(token_id) for token_id in ids])
+        self.num_tokens += len(ids)
+        self._length += len(text)
+        return Delta(text, ids, None, None, self._index, False)
 
     def _push(self, piece: str) -> str:
         self._length += len(piece)

@@ -15,6 +15,7 @@ from graftwork_platform.catalog.catalog import Catalog, ListedModel
 from graftwork_platform.inference.admission import Admission, Admitted, Origin
 from graftwork_platform.inference.body import parse_body, read_body
 from graftwork_platform.inference.engine import Engine
+from graftwork_platform.inference.frames import Frames
 from graftwork_platform.inference.generation import Generator, Tally
 from graftwork_platform.inference.output import Delta, join
 from graftwork_platform.inference.responses import Model, ModelList, PromptTokensDetails, Text, Tokens, Usage
@@ -111,17 +112,13 @@ async def _respond(inference: Inference, request: Request, admitted: Admitted, w
 
 async def _frames(inference: Inference, admitted: Admitted, wire: Wire) -> AsyncGenerator[bytes, None]:
     """Frames of a stream, several of one delta at once. By the last delta's, usage is durable."""
-    tally = Tally()
+    tally, frames = Tally(), Frames(wire)
     async with aclosing(inference.generator.run(admitted, tally)) as deltas:
         async for delta in deltas:
             is_long = admitted.echo and delta.is_first
-            if frames := await asyncio.to_thread(_encode, wire, delta) if is_long else _encode(wire, delta):
-                yield frames
+            if part := await asyncio.to_thread(frames.of, delta) if is_long else frames.of(delta):
+                yield part
     yield b"".join(event(chunk) for chunk in wire.closing(_usage(tally))) + DONE
-
-
-def _encode(wire: Wire, delta: Delta) -> bytes:
-    return b"".join(event(chunk) for chunk in wire.chunks(delta))
 
 
 async def _whole(inference: Inference, admitted: Admitted, wire: Wire) -> bytes:

@@ -104,8 +104,9 @@ class EventStream(Response):
         beat = asyncio.create_task(body.keep_alive(self._keep_alive), name="keep a stream alive")
         try:
             async with aclosing(self._frames) as frames:
+                write = body.write
                 async for frame in frames:
-                    await body.write(frame)
+                    await write(frame)
         except PlatformError as error:
             failure = error
         except Exception:
@@ -128,32 +129,37 @@ class _Body:
 
     def __init__(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._send = send
+        self._now = asyncio.get_running_loop().time
         self._start: Message = {"type": "http.response.start", "status": status, "headers": headers}
         self._turn = asyncio.Lock()
-        self._last_sent = asyncio.get_running_loop().time()
+        self._last_sent = self._now()
         self._sending_since: float | None = None
         self.has_begun = False
 
     async def write(self, part: bytes, *, more: bool = True) -> None:
         """Send the next part."""
-        async with self._turn:
-            self._sending_since = asyncio.get_running_loop().time()
-            if not self.has_begun:
-                self.has_begun = True
-                await self._send(self._start)
-            await self._send({"type": "http.response.body", "body": part, "more_body": more})
-            self._sending_since = None
-            self._last_sent = asyncio.get_running_loop().time()
+        if self._turn.locked():
+            async with self._turn:  # a comment is on its way
+                pass
+        await self._write(part, more)
+
+    async def _write(self, part: bytes, more: bool) -> None:
+        self._sending_since = self._now()
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": part, "more_body": more})
+        self._sending_since = None
+        self._last_sent = self._now()
 
     async def stalled(self, patience: float, time_left: float) -> None:
         """Returns when a part has waited for its reader ``patience`` seconds, or waits when ``time_left`` has passed.
 
         It looks now and then, since a timer for each part would cost one for each token; it may be late by ``patience / 4``.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + time_left
+        deadline = self._now() + time_left
         while True:
-            now, since = loop.time(), self._sending_since
+            now, since = self._now(), self._sending_since
             if since is not None and (now >= since + patience or now >= deadline):
                 return
             pause = patience / 4
@@ -162,8 +168,11 @@ class _Body:
     async def keep_alive(self, interval: float) -> None:
         """Send a comment, which clients pass over, after each ``interval`` of silence; runs until cancelled."""
         while True:
-            rest = self._last_sent + interval - asyncio.get_running_loop().time()
+            rest = self._last_sent + interval - self._now()
             if rest > 0:
                 await asyncio.sleep(rest)
+            elif self._sending_since is not None:
+                await asyncio.sleep(interval)  # a part waits for its reader: there is no silence to break
             else:
-                await self.write(KEEP_ALIVE)
+                async with self._turn:
+                    await self._write(KEEP_ALIVE, more=True)

@@ -51,6 +51,11 @@ class Heading:
 class Wire(Protocol):
     """How an answer is written."""
 
+    @property
+    def shows_ids(self) -> bool:
+        """True if chunks hold token ids beside text."""
+        ...
+
     def chunks(self, delta: Delta) -> Iterator[Struct]:
         """Chunks of a delta of any choice; none if there is nothing to say."""
         ...
@@ -68,12 +73,13 @@ class ChatWire:
     """Chat completions."""
 
     def __init__(self, heading: Heading, tokenizer: Tokenizer) -> None:
+        self.shows_ids = heading.prompt_ids is not None
         self._heading = heading
         self._tokenizer = tokenizer
 
     def chunks(self, delta: Delta) -> Iterator[Struct]:
         """One chunk that names the role before a choice's first text, one for the text, one for the finish."""
-        index, with_ids = delta.index, self._heading.prompt_ids is not None
+        index, with_ids = delta.index, self.shows_ids
         if delta.is_first:
             prompt_ids = self._heading.prompt_ids_of(index) if index == 0 else UNSET
             yield self._chunk([ChatChunkChoice(ChatDelta("assistant", ""), index)], prompt_ids=prompt_ids)
@@ -98,7 +104,7 @@ class ChatWire:
                 finish_reason=_finish(output.finish),
                 index=output.index,
                 logprobs=self._logprobs(output),
-                token_ids=output.token_ids if heading.prompt_ids is not None else UNSET,
+                token_ids=output.token_ids if self.shows_ids else UNSET,
             )
             for output in outputs
         ]
@@ -129,13 +135,13 @@ class CompletionWire:
     """Text completions."""
 
     def __init__(self, heading: Heading, tokenizer: Tokenizer) -> None:
+        self.shows_ids = heading.prompt_ids is not None
         self._heading = heading
         self._tokenizer = tokenizer
 
     def chunks(self, delta: Delta) -> Iterator[Struct]:
         """One chunk; the last one carries the finish."""
-        with_ids = self._heading.prompt_ids is not None
-        if delta.text or delta.tokens or delta.finish is not None or (with_ids and delta.token_ids):
+        if delta.text or delta.tokens or delta.finish is not None or (self.shows_ids and delta.token_ids):
             yield self._completion([self._choice(delta)])
 
     def closing(self, usage: Usage) -> Iterator[Struct]:
@@ -158,7 +164,7 @@ class CompletionWire:
             delta.index,
             None if delta.finish is None else _finish(delta.finish),
             None if delta.tokens is None else self._logprobs(delta.tokens),
-            token_ids=UNSET if self._heading.prompt_ids is None else delta.token_ids,
+            token_ids=delta.token_ids if self.shows_ids else UNSET,
             prompt_token_ids=self._heading.prompt_ids_of(delta.index) if delta.is_first else UNSET,
         )
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import math
+import os
 import socket
 import sys
 from pathlib import Path
@@ -40,9 +42,11 @@ logger = logging.getLogger(__name__)
 LAST_WORDS_S = 5.0
 """How long streams that were ended at a stop may take to say so and to record their usage."""
 
-
 STORE_ANSWER_S = 5.0
 """How long a start waits for the object store to say whose it is."""
+
+YOUNG_OBJECTS = 10_000
+"""New objects after which the collector looks at them; Python's own 700 are one request's worth."""
 
 
 class ApiConfig(msgspec.Struct, frozen=True):
@@ -78,6 +82,11 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._engine, self._grace = engine, grace
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to answer, with all that there is by then out of the collector's sight."""
+        await super().startup(sockets)
+        _spare_the_collector()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, wait, end streams, wait for their last words, and leave."""
         ending = asyncio.create_task(self._end_streams())
@@ -89,6 +98,13 @@ class _Server(uvicorn.Server):
     async def _end_streams(self) -> None:
         await asyncio.sleep(self._grace)
         await self._engine.end_streams()
+
+
+def _spare_the_collector() -> None:
+    """Modules, routes and tables stay for good: a full collection that looked at all of them would hold up every stream."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 async def answer(config: ApiConfig, listener: socket.socket) -> None:
@@ -130,6 +146,7 @@ def main() -> None:
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     try:
         config = decode_config(sys.stdin.buffer.read())
+        os.nice(config.settings.api_nice)  # publications, which it starts, follow it
         with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
             runner.run(answer(config, socket.socket(fileno=arguments.fd)))
     except (AdapterError, UnsupportedModel, UnsupportedDatabase, BadSecret, TokenizerError, msgspec.ValidationError) as error:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,7 +24,6 @@ import typer
 
 from graftwork_adapters.base_spec import load_base_spec
 from graftwork_adapters.errors import StoreError, StoreUnavailable, UnsupportedBase
-from graftwork_adapters.publish_job import ServingMemory
 from graftwork_adapters.store import StoreConfig
 from graftwork_adapters.stores import open_store, prepare_store
 from graftwork_engine.config import EngineConfig
@@ -38,6 +37,7 @@ from graftwork_platform.secrets import BadSecret, load_or_create
 from graftwork_platform.serve import options
 from graftwork_platform.serve.api_process import LAST_WORDS_S, ApiConfig, encode_config
 from graftwork_platform.serve.data_dir import DataDirBusy, locked
+from graftwork_platform.serve.engine_settings import engine_config, publishing_for
 from graftwork_platform.serve.file_limit import raise_file_limit
 from graftwork_platform.serve.seed import Seed, SeedFailed, example_curl, plant, read_seed
 from graftwork_platform.serve.supervisor import Child, ChildFailed, Supervisor
@@ -48,6 +48,7 @@ from graftwork_platform.settings import (
     PublishLimits,
     Settings,
     client_settings,
+    engine_environment,
     given_secrets,
 )
 
@@ -106,6 +107,8 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Share the KV blocks of equal prefixes.")] = True,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one operator.")] = None,
+    kernel: options.KernelPins = None,
+    kernel_dir: options.KernelDir = None,
     max_lora_rank: Annotated[int | None, typer.Option(help="Largest rank that an upload may have.")] = None,
     require_base_name: Annotated[bool, typer.Option(help="Refuse adapters that name another base.")] = False,
     served_name: Annotated[str, typer.Option(help="The base's name for clients; the folder's name by default.")] = "",
@@ -117,6 +120,7 @@ def serve(
     s3_path_style: options.S3PathStyle = None,
     s3_ca_bundle: options.S3CaBundle = None,
     secrets_dir: options.SecretsDir = None,
+    api_nice: Annotated[int, typer.Option(min=0, max=19, help="Niceness of the API process; the engine's is 0.")] = 5,
     shutdown_grace: Annotated[float, typer.Option(help="Seconds that running streams may take to end at a stop.")] = 10.0,
     seed: Annotated[Path | None, typer.Option(metavar="FILE", help="Tenants and adapters to start with.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -137,11 +141,12 @@ def serve(
             publish=publish,
             request_timeout=request_timeout,
             shutdown_grace=shutdown_grace,
+            api_nice=api_nice,
             secrets_path=None if secrets_dir is None else secrets_dir.absolute(),
             database_url=database_url,
             object_store=options.store_config(object_store, s3_endpoint, s3_region, s3_path_style, s3_ca_bundle),
         )
-        chosen: dict[str, int | float | None] = {
+        chosen: dict[str, object] = {
             "adapter_memory_bytes": adapter_memory,
             "adapter_host_bytes": adapter_host_memory,
             "adapter_page_bytes": adapter_page,
@@ -152,31 +157,14 @@ def serve(
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "num_threads": threads,
+            "kernels": options.kernel_pins(kernel or []),
+            "kernel_dir": None if kernel_dir is None else str(kernel_dir.absolute()),
         }
-        engine = _engine_config(settings, chosen, prefix_caching=prefix_caching)
-        run(ServePlan(_publishing_for(engine, settings), engine, seed, as_json))
+        engine = engine_config(settings, chosen, prefix_caching=prefix_caching)
+        run(ServePlan(publishing_for(engine, settings), engine, seed, as_json))
     except _REASONS_NOT_TO_SERVE as error:
         typer.echo(json.dumps({"error": {"message": str(error)}}) if as_json else f"Error: {error}", err=not as_json)
         raise typer.Exit(1) from error
-
-
-def _engine_config(settings: Settings, chosen: dict[str, int | float | None], *, prefix_caching: bool) -> EngineConfig:
-    fixed = {
-        "model_dir": str(settings.model_dir),
-        "dtype": settings.dtype,
-        "store": settings.store,
-        "cache_dir": str(settings.cache_dir),
-        "enable_prefix_caching": prefix_caching,
-    }
-    config = msgspec.convert({**fixed, **{k: v for k, v in chosen.items() if v is not None}}, EngineConfig)
-    config.validate()
-    return config
-
-
-def _publishing_for(engine: EngineConfig, settings: Settings) -> Settings:
-    """Publishing refuses what the engine's adapter memory could never hold."""
-    memory = ServingMemory(engine.adapter_memory_bytes, engine.adapter_page_bytes, engine.adapter_host_bytes)
-    return replace(settings, publish=replace(settings.publish, memory=memory))
 
 
 def _only_base(data_dir: Path) -> Path:
@@ -308,7 +296,14 @@ def _listen(host: str, port: int) -> socket.socket:
 def _children(plan: ServePlan, endpoint: str, listener: socket.socket) -> list[Child]:
     api = ApiConfig(plan.settings, endpoint)
     return [
-        Child("engine", "graftwork_engine.process", ["--endpoint", endpoint], msgspec.json.encode(plan.engine), ENGINE_STOP_S),
+        Child(
+            "engine",
+            "graftwork_engine.process",
+            ["--endpoint", endpoint],
+            msgspec.json.encode(plan.engine),
+            ENGINE_STOP_S,
+            environment=engine_environment(),
+        ),
         Child(
             "API process",
             "graftwork_platform.serve.api_process",

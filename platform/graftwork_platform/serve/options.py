@@ -36,6 +36,13 @@ S3CaBundle = Annotated[
 SecretsDir = Annotated[
     Path | None, typer.Option("--secrets-dir", help="Folder of the server's secrets; DATA_DIR/secrets by default.")
 ]
+KernelDir = Annotated[
+    Path | None, typer.Option("--kernel-dir", help="Folder of compiled kernels; DATA_DIR/cache/kernels by default.")
+]
+KernelPins = Annotated[
+    list[str] | None,
+    typer.Option("--kernel", metavar="OPERATOR=NAME", help="Instead of the fastest; may be repeated. all=reference: plain torch."),
+]
 
 
 class UselessOption(Exception):
@@ -53,3 +60,16 @@ def store_config(
         return None
     place = url if "://" in url else str(Path(url).absolute())
     return StoreConfig(place, endpoint, region, path_style, None if ca_bundle is None else str(ca_bundle.absolute()))
+
+
+def kernel_pins(given: list[str]) -> dict[str, str]:
+    """Implementation by operator; the engine's configuration knows which there are. Raises `typer.BadParameter`."""
+    pins: dict[str, str] = {}
+    for pin in given:
+        operator, equals, name = pin.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{pin!r} is not OPERATOR=NAME, for instance paged_attention=reference", param_hint="--kernel")
+        if operator in pins:
+            raise typer.BadParameter(f"{operator} is pinned twice", param_hint="--kernel")
+        pins[operator] = name
+    return pins

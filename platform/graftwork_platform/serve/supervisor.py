@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Child:
     stdin: bytes
     stop_within: float
     pass_fds: Sequence[int] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside the supervisor's own
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     crashes: int = 0
@@ -52,7 +53,8 @@ class Child:
     def start(self, now: float) -> None:
         """Start the process, in its own group so that a Ctrl-C in the terminal reaches the supervisor alone."""
         command = [sys.executable, "-m", self.module, *self.arguments, "--parent", str(os.getpid())]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=self.pass_fds, process_group=0)
+        environment = {**os.environ, **self.environment}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=self.pass_fds, env=environment, process_group=0)
         if self.process.stdin is None:
             raise AssertionError("no pipe to the child")
         try:

@@ -39,13 +39,19 @@ class _ByteLevelDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_between_characters = True
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        if self._is_between_characters and (whole := self._tokenizer.whole_text(token_id)) is not None:
+            return whole
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._is_between_characters = not self._utf8.getstate()[0]
+        return text
 
     def flush(self) -> str:
+        self._is_between_characters = True
         return self._utf8.decode(b"", final=True)
 
 

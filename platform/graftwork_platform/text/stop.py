@@ -18,14 +18,15 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """``stops``: not empty ones. ``include``: the stop string that ends the text is a part of it."""
         self._automata = [_Automaton(stop) for stop in stops]
+        self._first_characters = tuple({stop[0] for stop in stops})
         self._include = include
         self._held = ""
         self.matched = False
 
     def push(self, piece: str, *, counts: bool = True) -> str:
         """Take the next piece; the text that has become certain. A stop string that ends in a piece that does not count is text."""
-        if not self._automata:
-            return piece
+        if not self._held and not any(first in piece for first in self._first_characters):
+            return piece  # none has begun, and none begins: so it is with most pieces
         text = self._held + piece
         for place in range(len(self._held), len(text)):
             char = text[place]

@@ -39,6 +39,7 @@ class Tokenizer:
         self._anchor_text = backend.decode(self._anchor)
         self.num_leading, self.num_trailing = self._count_added()
         self._bytes: dict[int, bytes] = {}  # filled as tokens are seen
+        self._whole_texts: dict[int, str | None] = {}
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> Tokenizer:
@@ -104,13 +105,25 @@ class Tokenizer:
             known = self._bytes[token_id] = self._find_token_bytes(token_id)
         return known
 
+    def whole_text(self, token_id: int) -> str | None:
+        """`token_bytes` as text, None where they are no whole characters."""
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            pass
+        try:
+            text = self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._whole_texts[token_id] = text
+        return text
+
     def token_text(self, token_id: int) -> str:
         """One token as a string of its own: its text, or ``bytes:\\x…`` where its bytes are a part of a character."""
-        raw = self.token_bytes(token_id)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        text = self.whole_text(token_id)
+        if text is not None:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token_id))
 
     def _count_added(self) -> tuple[int, int]:
         """Special tokens that the pipeline sets before and behind every text."""

@@ -98,13 +98,13 @@ CORRUPTIONS: list[tuple[str, Callable[[Rig], object], str]] = [
     ("an evictable adapter in use", _set("@idle.references", 1), "adapter {idle} is evictable from the device and should not be"),
     (
         "an idle adapter nobody evicts",
-        lambda r: r.residency._idle.clear(),
+        lambda r: r.residency._room.idle.clear(),
         "adapter {idle} should be evictable from the device and is not",
     ),
-    ("a count of evictable pages", _set("residency._idle_pages", _plus_one), "evictable pages: 2 booked, 1 counted"),
+    ("a count of evictable pages", _set("residency._room.idle_pages", _plus_one), "evictable pages: 2 booked, 1 counted"),
     (
         "protection left over",
-        lambda r: r.residency._protected.add(r.idle),
+        lambda r: r.residency._room.protected.add(r.idle),
         "adapter {idle} is protected on the device and should not be",
     ),
     (

@@ -47,12 +47,12 @@ class PoolMachine(RuleBasedStateMachine):
         except AdapterTooLarge:
             return
         free = self.pool.table.num_free_pages
-        placement = self.pool.place(layout)
+        placement = self.pool.place(layout.extent)
         if placement is None:
             assert self.live, "one that fits an empty pool was refused by an empty pool"
             assert self.pool.table.num_free_pages == free
             return
-        assert free - self.pool.table.num_free_pages == layout.num_pages
+        assert free - self.pool.table.num_free_pages == layout.extent.num_pages
         taken = {page for other, _ in self.live.values() for page in other.pages}
         assert not taken & set(placement.pages)
         self.pool.clear(self.stale)
@@ -114,11 +114,11 @@ def test_a_small_adapter_in_the_place_of_a_large_one_computes_as_on_a_fresh_devi
     used.tensors.pool.fill_(NAN)
     for packed in (large, small):
         layout = used.plan(packed.index)
-        placement = used.place(layout)
+        placement = used.place(layout.extent)
         used.write(placement, layout, HostAdapter(packed.index, packed.rows))
         used.free(placement)
     layout = fresh.plan(small.index)
-    fresh.write(fresh.place(layout), layout, HostAdapter(small.index, small.rows))
+    fresh.write(fresh.place(layout.extent), layout, HostAdapter(small.index, small.rows))
     assert torch.equal(fresh.tensors.sites, used.tensors.sites)
     for number, (a, b, rank, *_) in enumerate(fresh.tensors.sites[0].tolist()):
         assert rank == (0, 2, 0, 1)[number]

@@ -105,9 +105,8 @@ def test_from_hold_to_index(rig_of, add):
     assert not rig.residency.poll()
     rig.loads.run()  # to disk
     assert rig.residency.poll()
-    rig.loads.run()  # to memory
-    assert rig.residency.acquire(key) is None
-    assert rig.residency.poll()
+    rig.loads.run()  # to memory, and on without another turn of the engine's thread
+    assert not rig.residency.poll()
     assert len(rig.copies.jobs) == 1
     rig.copies.run()
     assert rig.residency.acquire(key) is None
@@ -115,7 +114,7 @@ def test_from_hold_to_index(rig_of, add):
     index = rig.residency.acquire(key)
     assert index is not None
     assert rig.residency.acquire(key) == index
-    assert len(rig.changes) == 3
+    assert len(rig.changes) == 2
     assert_sound(rig.residency, 1, 2)
 
 
@@ -387,7 +386,7 @@ def test_dropping_at_any_stage_leaves_nothing_behind(rig_of, add, stage):
     assert_sound(rig.residency, 0, 0)
     stats = rig.residency.stats()
     assert stats["adapters_loading"] == 0
-    assert stats["adapter_device_bytes"] == (PAGE if stage >= 2 else 0)
+    assert stats["adapter_device_bytes"] == (PAGE if stage >= 1 else 0)
     rig.bring(key)
     assert len(rig.store.fetched) == 1
 

@@ -132,7 +132,7 @@ def test_finding_and_reading_from_the_disk_alone_ask_no_store(memory_store, add,
     index = fetcher.fetch(cached)
     fetcher.abandon(index)
     memory_store.fetched.clear()
-    assert (fetcher.has_cached(cached), fetcher.has_cached(missing)) == (True, False)
+    assert (fetcher.cached_bytes(cached) is not None, fetcher.cached_bytes(missing)) == (True, None)
     assert (fetcher.find(cached), fetcher.find(missing)) == (index, None)
     assert fetcher.discrepancies({cached: 1}) == []
     adapter = fetcher.read_cached(index)
@@ -140,7 +140,7 @@ def test_finding_and_reading_from_the_disk_alone_ask_no_store(memory_store, add,
     assert fetcher.discrepancies({}) == []
     assert fetcher.find(cached) == index
     fetcher.reject(index)
-    assert not fetcher.has_cached(cached)
+    assert fetcher.cached_bytes(cached) is None
     assert fetcher.discrepancies({}) == []
     assert memory_store.fetched == []
 

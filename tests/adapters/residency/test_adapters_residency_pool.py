@@ -25,7 +25,7 @@ row_sizes = st.lists(st.integers(1, 8).map(lambda n: n * 64), max_size=60)
 def test_a_plan_keeps_every_row_in_one_page_and_overlaps_none(sizes):
     layout = plan_pages(np.array(sizes, dtype=np.int64), 512)
     starts = np.cumsum([0, *sizes])
-    assert layout.num_rows == len(sizes)
+    assert layout.extent.num_rows == len(sizes)
     for row, size in enumerate(sizes):
         page, start = int(layout.row_page[row]), int(layout.row_start[row])
         run_start, run_length = layout.page_runs[page]
@@ -39,7 +39,7 @@ def test_a_plan_keeps_every_row_in_one_page_and_overlaps_none(sizes):
 @given(row_sizes)
 def test_a_plan_starts_a_page_only_when_the_next_row_does_not_fit(sizes):
     layout = plan_pages(np.array(sizes, dtype=np.int64), 512)
-    for page in range(1, layout.num_pages):
+    for page in range(1, layout.extent.num_pages):
         first_row = int(np.argmax(layout.row_page == page))
         assert layout.page_runs[page - 1][1] + sizes[first_row] > 512
 
@@ -59,25 +59,25 @@ def test_placements_never_overlap_and_everything_comes_back(data):
             table.free(live.pop(data.draw(st.integers(0, len(live) - 1))))
         else:
             layout = plan_pages(np.full(data.draw(st.integers(0, 30)), 128, dtype=np.int64), 512)
-            placement = table.place(layout)
+            placement = table.place(layout.extent)
             if placement is not None:
-                assert len(placement.pages) == layout.num_pages
+                assert len(placement.pages) == layout.extent.num_pages
                 live.append(placement)
             else:
                 taken = {row for p in live for row in range(p.first_row, p.first_row + p.num_rows)}
                 rows = "".join("x" if row in taken else "." for row in range(64))
-                no_interval = "." * layout.num_rows not in rows
-                assert sum(len(p.pages) for p in live) + layout.num_pages > 12 or len(live) == 5 or no_interval
+                no_interval = "." * layout.extent.num_rows not in rows
+                assert sum(len(p.pages) for p in live) + layout.extent.num_pages > 12 or len(live) == 5 or no_interval
         assert table.discrepancies({str(n): p for n, p in enumerate(live)}) == []
     for placement in live:
         table.free(placement)
     assert table.discrepancies({}) == []
-    assert table.place(plan_pages(np.full(48, 128, dtype=np.int64), 512)) is not None
+    assert table.place(plan_pages(np.full(48, 128, dtype=np.int64), 512).extent) is not None
 
 
 def test_integrity_names_what_is_off():
     table = PageTable(num_pages=4, max_rows=16, max_adapters=2)
-    placement = table.place(plan_pages(np.full(4, 128, dtype=np.int64), 512))
+    placement = table.place(plan_pages(np.full(4, 128, dtype=np.int64), 512).extent)
     assert table.discrepancies({"a": placement}) == []
     assert table.discrepancies({}) == [
         "page 0 belongs to nobody",
@@ -102,7 +102,7 @@ def pool_of(num_pages: int, **settings) -> DevicePool:
 
 def load(pool: DevicePool, packed):
     layout = pool.plan(packed.index)
-    placement = pool.place(layout)
+    placement = pool.place(layout.extent)
     assert placement is not None
     pool.write(placement, layout, HostAdapter(packed.index, packed.rows))
     return placement

@@ -47,11 +47,11 @@ def test_a_fetch_that_fails_leaves_no_half_file(tmp_path, source, monkeypatch):
     store = FolderStore(tmp_path / "store")
     store.put_if_absent("packed/a", source)
 
-    def broken(original, copy, length=0):
-        copy.write(b"half")
+    def broken(target, source, offset, count):
+        os.write(target, b"half")
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(shutil, "copyfileobj", broken)
+    monkeypatch.setattr(os, "sendfile", broken)
     with pytest.raises(StoreUnavailable, match="Input/output error"):
         store.fetch("packed/a", tmp_path / "copy")
     assert not (tmp_path / "copy").exists()

@@ -362,13 +362,9 @@ def test_cancelled_while_the_completed_row_is_written_there_is_no_second_row(gen
 
 
 def test_a_cancellation_of_its_own_is_no_timeout() -> None:
-    async def forever():
-        await asyncio.Event().wait()
-        yield 1
-
     async def work() -> None:
-        with Watchdog(0.01) as watchdog:
-            await watchdog.next_of(forever())
+        with Watchdog(0.01):
+            await asyncio.Event().wait()
 
     async def main() -> None:
         with pytest.raises(TimeoutError):
@@ -378,5 +374,30 @@ def test_a_cancellation_of_its_own_is_no_timeout() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+    asyncio.run(main())
+
+
+def test_a_watchdog_that_looks_away_ends_nothing_until_it_watches_again() -> None:
+    steps = []
+
+    async def look_away() -> None:
+        with Watchdog(0.01) as watchdog:
+            watchdog.look_away()
+            await asyncio.sleep(0.05)
+            steps.append("not ended")
+            watchdog.watch()
+            steps.append("not reached")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(look_away())
+    assert steps == ["not ended"]
+
+
+def test_a_watchdog_takes_its_timer_with_it() -> None:
+    async def main() -> None:
+        with Watchdog(0.01) as watchdog:
+            watchdog.watch()
+        await asyncio.sleep(0.05)
 
     asyncio.run(main())

@@ -1,0 +1,106 @@
+"""Which kernels an engine runs on: compiles those in C++ and has the choice made on its model's sizes. Holds no arithmetic."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from graftwork_engine.config import EngineConfig
+from graftwork_engine.errors import ConfigError
+from graftwork_engine.model.config import ModelConfig
+from graftwork_kernels.candidates import choose, implementation, implementations
+from graftwork_kernels.choice import CPU, METHODS, REFERENCE, BadPin, Choice, pinned
+from graftwork_kernels.cpu.build import KernelsUnavailable, default_cache_dir
+from graftwork_kernels.cpu.capture import Recorder
+from graftwork_kernels.cpu.issue import Immediate
+from graftwork_kernels.cpu.library import Library, open_library
+from graftwork_kernels.ops import Operators
+from graftwork_kernels.probes import StepSizes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What was chosen. ``library`` is None where nothing of it is in C++."""
+
+    choice: Choice
+    library: Library | None
+
+    def operators(self) -> Operators:
+        """The operators, each run when it is called."""
+        return Operators(implementation(self.choice, None if self.library is None else Immediate(self.library)))
+
+    def recorder(self) -> tuple[Recorder, Operators] | None:
+        """A recorder, with the operators that record into it; None where a forward pass has operators that cannot be recorded."""
+        if self.library is None or not self.choice.all_native_forward:
+            return None
+        recorder = Recorder(self.library)
+        return recorder, Operators(implementation(self.choice, recorder))
+
+
+def choose_kernels(config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype) -> Kernels:
+    """The fastest kernels that this machine has for this model, or those that the configuration pins; raises `ConfigError`.
+
+    Compiles on the first start, and measures on the first start with a model of these sizes.
+    """
+    folder = kernel_dir(config)
+    try:
+        library, unavailable = _library(folder) if needs_library(config.kernels) else (None, {})
+        found = implementations(None if library is None else Immediate(library))
+        choice = choose(
+            _step_sizes(config, model, max_model_len, dtype),
+            found,
+            folder=folder,
+            fingerprint="" if library is None else library.fingerprint,
+            pins=config.kernels,
+            unavailable=unavailable,
+        )
+    except BadPin as error:
+        raise ConfigError(str(error)) from error
+    if unavailable:
+        logger.warning(
+            "every operator runs in plain torch, which takes several times as long as compiled kernels: %s", unavailable[CPU]
+        )
+    return Kernels(choice, library if CPU in choice.names.values() else None)
+
+
+def kernel_dir(config: EngineConfig) -> Path:
+    """Where compiled kernels and what was measured of them are kept."""
+    if config.kernel_dir is not None:
+        return Path(config.kernel_dir)
+    return default_cache_dir() if config.cache_dir is None else Path(config.cache_dir) / "kernels"
+
+
+def needs_library(pins: Mapping[str, str]) -> bool:
+    """Whether any operator may come out as one in C++."""
+    decided = pinned(pins)
+    return any(decided.get(operator, CPU) != REFERENCE for operator in METHODS)
+
+
+def _library(folder: Path) -> tuple[Library | None, Mapping[str, str]]:
+    """The compiled operators, or why there are none."""
+    try:
+        return open_library(folder), {}
+    except KernelsUnavailable as error:
+        return None, {CPU: str(error)}
+
+
+def _step_sizes(config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype) -> StepSizes:
+    chunk = min(config.max_num_batched_tokens, config.prefill_chunk_size or config.max_num_batched_tokens, max_model_len)
+    return StepSizes(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        block_size=config.block_size,
+        max_rows=chunk,
+        max_requests=config.max_num_seqs,
+        dtype=dtype,
+    )

@@ -1,0 +1,251 @@
+"""Chooses by measurement: times every implementation of each operator, and takes the fastest that agrees with the reference.
+
+What an implementation costs is, over the kinds of step, the sum of its time relative to the reference's, weighted with the share of
+an engine's time that the kind takes. So it tells how long an hour of the reference's would last, and no kind outvotes another by
+being longer. Refuses to know models; `graftwork_kernels.probes` says what is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graftwork_kernels import reference
+from graftwork_kernels.choice import (
+    CPU,
+    METHODS,
+    REFERENCE,
+    Choice,
+    Verdict,
+    check_pins,
+    choice_file,
+    decide,
+    pinned,
+    read_verdicts,
+    table,
+    write_verdicts,
+)
+from graftwork_kernels.cpu.build import machine
+from graftwork_kernels.cpu.issue import Issuer
+from graftwork_kernels.cpu.operators import CpuOperators
+from graftwork_kernels.implementation import Implementation
+from graftwork_kernels.probes import Outputs, Probes, Shape, Start, StepSizes
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""How far a result may lie from the reference's, as a part of its own magnitude and of the tensor's root mean square together: sums
+in another order, and up to two roundings to the type. Integers and booleans agree when they are equal."""
+
+RUNS = range(2, 7)
+"""How often an operator is run on one shape; the shortest counts, since the others were held up."""
+
+ENOUGH_S = 0.015
+"""No more runs than the fewest once they have taken this long together, so that a start is not held up by what is slow."""
+
+TOO_LONG_S = 0.1
+"""What takes this long is run once: little of it can be the first time's."""
+
+
+QUIET_S = 0.1
+"""For so long a thread must have nearly all of a processor for itself, if times by the clock are to mean anything."""
+
+
+class ChosenOperators:
+    """An `Implementation` put together of several: ``of`` gives the one that runs an operator of `METHODS`."""
+
+    def __init__(self, of: Callable[[str], Implementation]) -> None:
+        linear = of("linear")
+        self.prepare_weight = linear.prepare_weight
+        self.embedding = linear.embedding
+        self.linear = linear.linear
+        self.adapter_linear = linear.adapter_linear
+        self.paged_attention = of("paged_attention").paged_attention
+        self.rotary_and_write_kv = of("rotary_and_write_kv").rotary_and_write_kv
+        self.rms_norm = of("rms_norm").rms_norm
+        self.add_rms_norm = of("add_rms_norm").add_rms_norm
+        self.silu_and_mul = of("silu_and_mul").silu_and_mul
+        self.gelu_and_mul = of("gelu_and_mul").gelu_and_mul
+        self.finite_rows = of("finite_rows").finite_rows
+        self.apply_logit_bias = of("apply_logit_bias").apply_logit_bias
+        self.apply_penalties = of("apply_penalties").apply_penalties
+        self.sample = of("sample").sample
+        self.philox_uniform = of("philox_uniform").philox_uniform
+        self.token_logprobs = of("token_logprobs").token_logprobs
+
+
+def implementations(issuer: Issuer | None) -> dict[str, Implementation]:
+    """Every implementation that this machine has, by name; those in C++ go through ``issuer``, None where there is no compiler."""
+    found: dict[str, Implementation] = {REFERENCE: reference}
+    if issuer is not None:
+        found[CPU] = CpuOperators(issuer)
+    return found
+
+
+def implementation(choice: Choice, issuer: Issuer | None) -> Implementation:
+    """The operators of ``choice``; those in C++ go through ``issuer``."""
+    found = implementations(issuer)
+    return ChosenOperators(lambda operator: found[choice.names[operator]])
+
+
+def conditions(sizes: StepSizes, found: Mapping[str, Implementation], fingerprint: str) -> dict[str, str]:
+    """All that what is measured depends on. ``fingerprint`` is that of the compiled library, "" without one."""
+    return {
+        "machine": machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "graftwork": version("graftwork"),
+        "library": fingerprint,
+        "implementations": ", ".join(found),
+        **{name: str(value) for name, value in asdict(sizes).items()},
+    }
+
+
+def choose(
+    sizes: StepSizes,
+    found: Mapping[str, Implementation],
+    *,
+    folder: Path,
+    fingerprint: str = "",
+    pins: Mapping[str, str] | None = None,
+    unavailable: Mapping[str, str] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    thread_clock: Callable[[], float] = time.thread_time,
+    is_busy: Callable[[], bool] | None = None,
+) -> Choice:
+    """Which implementation of ``found`` each operator is to have; one of them is the reference.
+
+    What is measured is kept in ``folder`` and not measured again under the same `conditions`. On a busy machine the processor time
+    of one thread is measured, which others cannot take, and measured again at the next start. ``pins`` maps operators (or "all")
+    to implementations; ``unavailable`` says why this machine lacks one. Raises `graftwork_kernels.choice.BadPin`.
+    """
+    pins = pins or {}
+    check_pins(pins, unavailable or {})
+    if len(found) == 1 or len(pinned(pins)) == len(METHODS):
+        return decide({}, pins)
+    where = conditions(sizes, found, fingerprint)
+    file = choice_file(folder, where)
+    verdicts = read_verdicts(file)
+    source = f"as {file.name} has it"
+    if verdicts is None or any(not set(verdict.cost) <= set(found) for verdict in verdicts.values()):
+        started = time.monotonic()
+        if (is_busy or machine_is_busy)():
+            with _one_thread():
+                verdicts = measure(sizes, found, thread_clock)
+            source = "measured on one thread, since the machine is busy, and not kept"
+        else:
+            verdicts = measure(sizes, found, clock)
+            write_verdicts(file, where, verdicts)
+            source = f"measured in {time.monotonic() - started:.1f} s"
+    choice = decide(verdicts, pins)
+    logger.info("kernels, %s; times in µs:\n%s", source, table(verdicts, choice, pins))
+    return choice
+
+
+def machine_is_busy() -> bool:
+    """Whether other processes take this thread's processor away. Threads that wait for each other are then slow at anything."""
+    started, used = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - started < QUIET_S:
+        pass
+    return time.thread_time() - used < 0.9 * (time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def measure(sizes: StepSizes, found: Mapping[str, Implementation], clock: Callable[[], float]) -> dict[str, Verdict]:
+    """Time every implementation of every operator on every kind of step."""
+    return {operator: _judge(operator, start, found, clock) for operator, start in Probes(sizes)}
+
+
+def _judge(operator: str, start: Start, found: Mapping[str, Implementation], clock: Callable[[], float]) -> Verdict:
+    seconds: dict[str, dict[str, float]] = {}
+    dropped: dict[str, str] = {}
+    shares: dict[str, float] = {}
+    truth = start(found[REFERENCE])
+    expected: dict[Shape, Outputs] = {}
+    for name in (REFERENCE, *(name for name in found if name != REFERENCE)):
+        times: dict[str, float] = {}
+        try:
+            runs = truth if name == REFERENCE else start(found[name])
+            for shape, run in runs.items():
+                times[shape.name], outputs = _time(run, clock)
+                shares[shape.name] = shape.share
+                if name == REFERENCE:
+                    expected[shape] = outputs
+                elif (reason := difference(outputs, expected[shape])) is not None:
+                    dropped[name] = f"{shape.name}: {reason}"
+                    break
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if name == REFERENCE:
+                raise
+            dropped[name] = f"it fails: {error}"
+        if name in dropped:
+            logger.error("kernel %s=%s is not used, since it does not agree with the reference; %s", operator, name, dropped[name])
+        seconds[name] = times
+    return Verdict(seconds, {name: _cost(seconds, name, shares) for name in found if name not in dropped}, dropped)
+
+
+def _cost(seconds: Mapping[str, Mapping[str, float]], name: str, shares: Mapping[str, float]) -> float:
+    base = seconds[REFERENCE]
+    return sum(share * seconds[name][shape] / base[shape] for shape, share in shares.items()) / sum(shares.values())
+
+
+def _time(run: Callable[[], Outputs], clock: Callable[[], float]) -> tuple[float, Outputs]:
+    """The shortest of a few runs, and what the first gave; operators that work in place change it afterwards."""
+    started = clock()
+    outputs = run()
+    times = [clock() - started]
+    outputs = tuple(output.clone() for output in outputs)
+    while len(times) < RUNS.stop and sum(times) < (TOO_LONG_S if len(times) < RUNS.start else ENOUGH_S):
+        started = clock()
+        run()
+        times.append(clock() - started)
+    return max(min(times), 1e-9), outputs
+
+
+def difference(outputs: Outputs, expected: Outputs) -> str | None:
+    """What is wrong with ``outputs``, or None if they agree with the reference's as `TOLERANCE` says."""
+    if len(outputs) != len(expected):
+        return f"{len(outputs)} results for {len(expected)}"
+    for number, (output, truth) in enumerate(zip(outputs, expected, strict=True)):
+        if output.dtype != truth.dtype or output.shape != truth.shape:
+            return f"result {number} is {output.dtype} {tuple(output.shape)} for {truth.dtype} {tuple(truth.shape)}"
+        if (reason := _numbers_differ(output, truth)) is not None:
+            return f"result {number} {reason}"
+    return None
+
+
+def _numbers_differ(output: Tensor, truth: Tensor) -> str | None:
+    if not truth.is_floating_point():
+        num_wrong = int((output != truth).sum())
+        return f"differs in {num_wrong} of {truth.numel()} places" if num_wrong else None
+    tolerance = TOLERANCE[truth.dtype]
+    output, truth = output.to(torch.float32), truth.to(torch.float32)
+    magnitude = float(truth.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
+    if torch.allclose(output, truth, tolerance, tolerance * magnitude, equal_nan=True):
+        return None
+    wrong = ~torch.isclose(output, truth, tolerance, tolerance * magnitude, equal_nan=True)
+    error = ((output - truth).abs() / (truth.abs() + magnitude))[wrong].nan_to_num(torch.inf, torch.inf)
+    return (
+        f"is off by {float(error.max()):.2g} of its magnitude in {int(wrong.sum())} of {wrong.numel()} places, "
+        f"where {tolerance:g} is allowed"
+    )

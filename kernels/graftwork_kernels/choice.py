@@ -1,0 +1,204 @@
+"""Which implementation of each operator runs: what was measured, what is pinned, what is kept for the next start. Knows no torch.
+
+`graftwork_kernels.candidates` measures. This half is apart so that a process without torch can check pins and tell what was chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+REFERENCE = "reference"
+CPU = "cpu"
+NAMES = (REFERENCE, CPU)
+"""Implementations that exist; what a machine has of them is another matter."""
+
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("prepare_weight", "embedding", "linear", "adapter_linear"),  # they share a prepared weight
+    "paged_attention": ("paged_attention",),
+    "rotary_and_write_kv": ("rotary_and_write_kv",),
+    "rms_norm": ("rms_norm",),
+    "add_rms_norm": ("add_rms_norm",),
+    "silu_and_mul": ("silu_and_mul",),
+    "gelu_and_mul": ("gelu_and_mul",),
+    "finite_rows": ("finite_rows",),
+    "apply_logit_bias": ("apply_logit_bias",),
+    "apply_penalties": ("apply_penalties",),
+    "sample": ("sample",),
+    "philox_uniform": ("philox_uniform",),
+    "token_logprobs": ("token_logprobs",),
+}
+"""Operators that are chosen, and the methods of `graftwork_kernels.implementation.Implementation` that each choice covers."""
+
+FORWARD = ("linear", "paged_attention", "rotary_and_write_kv", "rms_norm", "add_rms_norm", "silu_and_mul", "gelu_and_mul")
+"""Those of a forward pass."""
+
+ALL = "all"
+"""Pinned, it stands for every operator that is not pinned by its own name."""
+
+RECORDED_HANDICAP = 1.25
+"""A native operator of the forward pass is measured call by call, but runs in a recorded pass, where it costs no call from Python.
+It is taken unless another is faster by more than this factor: one operator that is not native ends the recording."""
+
+
+class BadPin(Exception):
+    """A pin that names nothing there is, or something that this machine does not have; the message lists what there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The name of an implementation for each operator of `METHODS`."""
+
+    names: Mapping[str, str]
+
+    @property
+    def all_native_forward(self) -> bool:
+        """Whether a forward pass is nothing but operators of the compiled library, so that it can be recorded and replayed."""
+        return all(self.names[operator] == CPU for operator in FORWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What measuring one operator gave.
+
+    ``seconds`` by implementation and shape; ``cost`` by implementation, relative to the reference; ``dropped`` says why an
+    implementation may not be taken.
+    """
+
+    seconds: Mapping[str, Mapping[str, float]]
+    cost: Mapping[str, float]
+    dropped: Mapping[str, str]
+
+    def fastest(self, operator: str) -> str:
+        """The implementation with the lowest cost; of equals, the first by name."""
+        names = sorted(self.cost, key=lambda name: (self.cost[name], name))
+        if CPU in self.cost and operator in FORWARD and self.cost[CPU] <= self.cost[names[0]] * RECORDED_HANDICAP:
+            return CPU
+        return names[0]
+
+
+def check_pins(pins: Mapping[str, str], unavailable: Mapping[str, str]) -> None:
+    """Raises `BadPin`. ``unavailable`` says for an implementation why this machine does not have it."""
+    for operator, name in pins.items():
+        if operator != ALL and operator not in METHODS:
+            raise BadPin(f"kernel {operator}={name}: there is no operator {operator}; there are {ALL}, {', '.join(METHODS)}")
+        if name not in NAMES:
+            raise BadPin(f"kernel {operator}={name}: there is no implementation {name}; there are {', '.join(NAMES)}")
+        if name in unavailable:
+            raise BadPin(f"kernel {operator}={name}: this machine does not have it: {unavailable[name]}")
+
+
+def pinned(pins: Mapping[str, str]) -> dict[str, str]:
+    """The operators that ``pins`` decide, each with its implementation."""
+    everywhere = dict.fromkeys(METHODS, pins[ALL]) if ALL in pins else {}
+    return everywhere | {operator: name for operator, name in pins.items() if operator != ALL}
+
+
+def decide(verdicts: Mapping[str, Verdict], pins: Mapping[str, str]) -> Choice:
+    """The pin where there is one, else the fastest, else the reference. Raises `BadPin` for a pin to what was dropped."""
+    decided = {operator: verdict.fastest(operator) for operator, verdict in verdicts.items()}
+    for operator, name in pinned(pins).items():
+        reason = verdicts[operator].dropped.get(name) if operator in verdicts else None
+        if reason is not None:
+            raise BadPin(f"kernel {operator}={name}: it is not fit for use: {reason}")
+        decided[operator] = name
+    return Choice({operator: decided.get(operator, REFERENCE) for operator in METHODS})
+
+
+def table(verdicts: Mapping[str, Verdict], choice: Choice, pins: Mapping[str, str]) -> str:
+    """Operators and implementations with their times, for a log."""
+    shapes = list(dict.fromkeys(s for v in verdicts.values() for times in v.seconds.values() for s in times))
+    rows = [["operator", "implementation", *shapes, "cost", ""]]
+    decided = pinned(pins)
+    for operator, name in choice.names.items():
+        verdict = verdicts.get(operator, Verdict({name: {}}, {}, {}))
+        for candidate in dict.fromkeys((*verdict.seconds, *verdict.dropped)):
+            times = verdict.seconds.get(candidate, {})
+            cost = f"{verdict.cost[candidate]:.2f}" if candidate in verdict.cost else "-"
+            remark = "dropped" if candidate in verdict.dropped else ""
+            if candidate == name:
+                remark = "pinned" if operator in decided else "chosen"
+            cells = (f"{times[shape] * 1e6:.0f}" if shape in times else "-" for shape in shapes)
+            rows.append([operator, candidate, *cells, cost, remark])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(_aligned(cells, widths)).rstrip() for cells in rows)
+
+
+def _aligned(cells: list[str], widths: list[int]) -> list[str]:
+    """Names to the left, numbers to the right."""
+    num_names = 2
+    names = [cell.ljust(width) for cell, width in zip(cells[:num_names], widths, strict=False)]
+    return [*names, *(cell.rjust(width) for cell, width in zip(cells[num_names:], widths[num_names:], strict=True))]
+
+
+# What a start measured is kept in a file beside the compiled kernels, one for each machine, version, model size and type.
+
+
+def choice_file(folder: Path, conditions: Mapping[str, str]) -> Path:
+    """Where what was measured under ``conditions`` is kept."""
+    digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:32]
+    return folder / f"choice-{digest}.json"
+
+
+def read_verdicts(path: Path) -> dict[str, Verdict] | None:
+    """What `write_verdicts` wrote, or None where there is nothing of the kind."""
+    try:
+        content = json.loads(path.read_bytes())
+        return {operator: _verdict(content["operators"][operator]) for operator in METHODS}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be used, kernels are measured again: %r", path, error)
+        return None
+
+
+def _verdict(fields: Mapping[str, Mapping[str, object]]) -> Verdict:
+    """One operator's part of the file. Raises KeyError, TypeError, ValueError and AttributeError for anything else."""
+    seconds = {str(name): _floats(times) for name, times in fields["seconds"].items()}
+    verdict = Verdict(seconds, _floats(fields["cost"]), {str(k): str(v) for k, v in fields["dropped"].items()})
+    if REFERENCE not in verdict.cost or not set(verdict.cost) <= set(seconds) - set(verdict.dropped):
+        raise ValueError("an implementation has a cost and no times, or was dropped")
+    return verdict
+
+
+def _floats(values: object) -> dict[str, float]:
+    if not isinstance(values, dict):
+        raise TypeError(f"expected an object, got {values!r}")
+    return {str(name): float(value) for name, value in values.items()}
+
+
+def write_verdicts(path: Path, conditions: Mapping[str, str], verdicts: Mapping[str, Verdict]) -> None:
+    """Keep ``verdicts`` whole or not at all; a folder that cannot be written to is no reason not to start."""
+    content = {
+        "conditions": dict(conditions),
+        "operators": {
+            operator: {"seconds": verdict.seconds, "cost": verdict.cost, "dropped": verdict.dropped}
+            for operator, verdict in verdicts.items()
+        },
+    }
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="making-", dir=path.parent) as scratch:
+            (whole := Path(scratch) / path.name).write_text(json.dumps(content, indent=1))
+            os.replace(whole, path)
+    except OSError as error:
+        logger.warning("%s cannot be written, kernels are measured at every start: %s", path, error.strerror or error)
+
+
+def last_choice(folder: Path) -> Choice | None:
+    """What the latest measuring kept in ``folder`` says, pins aside; None where there was none."""
+    files: list[tuple[float, Path]] = []
+    for path in folder.glob("choice-*.json"):
+        with contextlib.suppress(OSError):
+            files.append((path.stat().st_mtime, path))
+    verdicts = read_verdicts(max(files)[1]) if files else None
+    return None if verdicts is None else decide(verdicts, {})

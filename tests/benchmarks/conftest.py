@@ -1,0 +1,11 @@
+"""The benchmarks are scripts in one folder that import each other by name: here they are found as they are when run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+if str(FOLDER) not in sys.path:
+    sys.path.append(str(FOLDER))

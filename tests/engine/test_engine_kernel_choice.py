@@ -1,0 +1,147 @@
+"""Which kernels an engine gets: with a compiler and without one, pinned and refused, kept for the next start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from graftwork_engine import kernel_choice
+from graftwork_engine.config import EngineConfig
+from graftwork_engine.errors import ConfigError
+from graftwork_engine.kernel_choice import Kernels, choose_kernels, kernel_dir
+from graftwork_engine.model.config import ModelConfig, RopeConfig
+from graftwork_kernels import reference
+from graftwork_kernels.choice import METHODS, Choice
+from graftwork_kernels.cpu.build import CompilerMissing, default_cache_dir
+from graftwork_kernels.cpu.library import Library
+from graftwork_kernels.ops import Operators
+from graftwork_kernels.probes import StepSizes
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(10000.0),
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tie_word_embeddings=False,
+    max_position_embeddings=128,
+    eos_token_ids=(),
+)
+
+Chooser = Callable[..., Kernels]
+
+
+@pytest.fixture
+def choose(tmp_path: Path) -> Chooser:
+    (tmp_path / "config.json").write_text("{}")
+
+    def choosing(max_model_len: int = 128, **settings: object) -> Kernels:
+        defaults = {"model_dir": str(tmp_path), "kernel_dir": str(tmp_path / "kernels"), "max_num_batched_tokens": 16}
+        config = msgspec.convert({**defaults, **settings}, EngineConfig)
+        config.validate()
+        return choose_kernels(config, MODEL, max_model_len, torch.float32)
+
+    return choosing
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+def test_without_a_compiler_torch_serves_and_one_line_says_what_to_install(
+    choose: Chooser, no_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = choose()
+    assert (set(kernels.choice.names.values()), kernels.library) == ({"reference"}, None)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "every operator runs in plain torch, which takes several times as long" in warning
+    assert "install" in warning
+    x = torch.randn(3, 32)
+    assert torch.equal(kernels.operators().rms_norm(x, torch.ones(32), 1e-6), reference.rms_norm(x, torch.ones(32), 1e-6))
+
+
+def test_a_pin_that_needs_a_compiler_is_refused_with_the_reason(choose: Chooser, no_compiler: None) -> None:
+    with pytest.raises(ConfigError, match=r"kernel sample=cpu: this machine does not have it: no C\+\+ compiler"):
+        choose(kernels={"sample": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("kernels", "says"),
+    [({"attention": "cpu"}, "no operator attention; there are all, linear"), ({"sample": "gpu"}, "there are reference, cpu")],
+)
+def test_settings_with_unknown_names_are_refused(kernels: dict[str, str], says: str, choose: Chooser) -> None:
+    with pytest.raises(ConfigError, match=says):
+        choose(kernels=kernels)
+
+
+def test_pinned_to_the_reference_nothing_is_compiled(choose: Chooser, no_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
+    assert set(choose(kernels={"all": "reference"}).choice.names.values()) == {"reference"}
+    assert set(choose(kernels=dict.fromkeys(METHODS, "reference")).choice.names.values()) == {"reference"}
+    assert caplog.records == []
+
+
+def test_a_build_that_fails_is_told_as_a_missing_compiler_is(
+    choose: Chooser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(folder: Path) -> Library:
+        raise CompilerMissing("nothing here; install one")
+
+    monkeypatch.setattr(kernel_choice, "open_library", fail)
+    assert choose().library is None
+    assert "nothing here; install one" in caplog.text
+
+
+def test_kernels_lie_where_the_configuration_says(tmp_path: Path) -> None:
+    config = EngineConfig(model_dir=".")
+    assert kernel_dir(config) == default_cache_dir()
+    config = msgspec.structs.replace(config, cache_dir="/cache")
+    assert kernel_dir(config) == Path("/cache/kernels")
+    assert kernel_dir(msgspec.structs.replace(config, kernel_dir="/kernels")) == Path("/kernels")
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_model_len", "rows"),
+    [({}, 128, 16), ({"prefill_chunk_size": 4}, 128, 4), ({"max_num_batched_tokens": 512}, 100, 100)],
+)
+def test_what_is_measured_are_the_sizes_that_will_run(
+    settings: dict[str, int], max_model_len: int, rows: int, choose: Chooser, no_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[StepSizes] = []
+
+    def choosing(sizes: StepSizes, *_: object, **__: object) -> Choice:
+        seen.append(sizes)
+        return Choice(dict.fromkeys(METHODS, "reference"))
+
+    monkeypatch.setattr(kernel_choice, "choose", choosing)
+    choose(max_model_len, max_num_seqs=7, block_size=8, **settings)
+    assert seen == [StepSizes(32, 48, 4, 2, 8, 64, 8, rows, 7, torch.float32)]
+
+
+def test_compiled_kernels_are_used_and_kept(
+    choose: Chooser, shared_kernels: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graftwork_kernels.candidates.machine_is_busy", lambda: False)
+    caplog.set_level(logging.INFO)
+    first = choose(kernel_dir=str(shared_kernels), kernels={"rms_norm": "cpu", "sample": "reference"})
+    assert first.choice.names["rms_norm"] == "cpu"
+    assert first.library is not None
+    assert isinstance(first.operators(), Operators)
+    caplog.clear()
+    again = choose(kernel_dir=str(shared_kernels), kernels={"rms_norm": "cpu", "sample": "reference"})
+    assert again.choice == first.choice
+    assert [r.getMessage() for r in caplog.records if "compiled by" in r.getMessage() or "measured in" in r.getMessage()] == []

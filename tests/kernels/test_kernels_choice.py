@@ -1,0 +1,377 @@
+"""The fastest implementation that agrees with the reference is taken, kept for the next start, and may be pinned.
+
+Operators are real and small; time is a clock that implementations set forward themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from graftwork_kernels import reference
+from graftwork_kernels.candidates import (
+    RUNS,
+    choose,
+    measure,
+)
+from graftwork_kernels.choice import (
+    FORWARD,
+    METHODS,
+    RECORDED_HANDICAP,
+    BadPin,
+    Choice,
+    Verdict,
+    check_pins,
+    choice_file,
+    last_choice,
+    read_verdicts,
+    table,
+    write_verdicts,
+)
+from graftwork_kernels.implementation import Implementation
+from graftwork_kernels.probes import DECODE_ROWS, StepSizes, shapes_of
+
+SIZES = StepSizes(
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    block_size=4,
+    max_rows=40,
+    max_requests=8,
+    dtype=torch.float32,
+)
+
+
+class Clock:
+    """Seconds that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Timed:
+    """The reference, each method taking as long as ``seconds`` of its number of rows says; ``spoil`` makes some results wrong."""
+
+    def __init__(self, clock: Clock, seconds: Callable[[str, int], float], spoil: Mapping[str, Callable[..., object]] = {}) -> None:
+        self._clock, self._seconds, self._spoil = clock, seconds, spoil
+        self.calls: dict[str, int] = {}
+
+    def __getattr__(self, method: str) -> Callable[..., object]:
+        function = self._spoil.get(method) or getattr(reference, method)
+
+        def timed(*arguments: torch.Tensor) -> object:
+            self.calls[method] = self.calls.get(method, 0) + 1
+            result = function(*arguments)
+            if method != "prepare_weight":
+                self._clock.now += self._seconds(method, arguments[0].shape[0])
+            return result
+
+        return timed
+
+
+Chooser = Callable[..., Choice]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def base(clock: Clock) -> Timed:
+    return Timed(clock, lambda _, rows: 0.001 * rows)
+
+
+@pytest.fixture
+def run(clock: Clock, base: Timed, tmp_path: Path) -> Chooser:
+    """Choose between the reference and what is given as ``cpu``."""
+
+    def choosing(cpu: Timed | None, **more: object) -> Choice:
+        found = {"reference": base} | ({} if cpu is None else {"cpu": cpu})
+        return choose(SIZES, found, **{"folder": tmp_path, "clock": clock, "is_busy": lambda: False, **more})  # type: ignore[arg-type]
+
+    return choosing
+
+
+def faster(clock: Clock, *operators: str, spoil: Mapping[str, Callable[..., object]] = {}) -> Timed:
+    """Twice as fast as the reference at these, four times slower at all else."""
+    methods = {method for operator in operators for method in METHODS[operator]}
+    return Timed(clock, lambda method, rows: 0.001 * rows * (0.5 if method in methods else 4), spoil)
+
+
+def names(choice: Choice, name: str) -> set[str]:
+    return {operator for operator, chosen in choice.names.items() if chosen == name}
+
+
+# What is chosen
+
+
+@pytest.mark.parametrize("operators", [(), ("linear",), ("sample", "rms_norm", "paged_attention"), tuple(METHODS)], ids=len)
+def test_the_fastest_of_each_operator_is_chosen(run: Chooser, clock: Clock, operators: tuple[str, ...]) -> None:
+    choice = run(faster(clock, *operators))
+    assert names(choice, "cpu") == set(operators)
+    assert names(choice, "reference") == set(METHODS) - set(operators)
+    assert choice.all_native_forward == (set(operators) >= set(FORWARD))
+
+
+def test_many_streams_and_few_count_as_their_share_of_time(run: Chooser, clock: Clock) -> None:
+    """Decoding twice as fast outweighs chunks of a prompt that take twice as long, though one chunk takes longer than all of it."""
+
+    def seconds(_: str, rows: int) -> float:
+        return 0.001 * rows * (2 if rows > max(DECODE_ROWS) else 0.5)
+
+    choice = run(Timed(clock, seconds))
+    assert names(choice, "reference") == set()
+
+
+@pytest.mark.parametrize("slower", [0.9, 1.1])
+def test_a_native_operator_of_the_forward_pass_may_be_a_little_slower(run: Chooser, clock: Clock, slower: float) -> None:
+    factor = RECORDED_HANDICAP * slower
+    choice = run(Timed(clock, lambda _, rows: 0.001 * rows * factor))
+    assert names(choice, "cpu") == (set(FORWARD) if slower < 1 else set())
+
+
+def off_by(method: str, by: float) -> Callable[..., object]:
+    """The reference's method with one element of its first result wrong."""
+
+    def wrong(*arguments: torch.Tensor) -> object:
+        result = getattr(reference, method)(*arguments)
+        first = result[0] if isinstance(result, tuple) else result
+        if first.dtype.is_floating_point:
+            first.view(-1)[-1] += by
+        else:
+            first.view(-1)[-1:] = first.view(-1)[-1:] == 0
+        return result
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("operator", "method"),
+    [
+        *((name, name) for name in METHODS if name not in ("linear", "apply_logit_bias", "apply_penalties")),
+        *(("linear", method) for method in ("embedding", "linear", "adapter_linear")),
+    ],
+)
+def test_what_disagrees_is_not_chosen_however_fast(
+    run: Chooser, clock: Clock, operator: str, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = faster(clock, *METHODS, spoil={method: off_by(method, 0.5)})
+    assert names(run(wrong), "reference") == {operator}
+    (error,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert f"kernel {operator}=cpu is not used" in error
+    assert "decode 1: result " in error
+
+
+@pytest.mark.parametrize("operator", ["apply_logit_bias", "apply_penalties"])
+def test_what_leaves_undone_its_work_in_place_is_not_chosen(run: Chooser, clock: Clock, operator: str) -> None:
+    assert names(run(faster(clock, *METHODS, spoil={operator: lambda *_: None})), "reference") == {operator}
+
+
+def test_keys_that_do_not_reach_the_cache_are_seen(run: Chooser, clock: Clock) -> None:
+    def forgets(*arguments: torch.Tensor) -> torch.Tensor:
+        *first, keys, values, slots = arguments
+        return reference.rotary_and_write_kv(*first, keys.clone(), values.clone(), slots)  # type: ignore[arg-type]
+
+    choice = run(faster(clock, *METHODS, spoil={"rotary_and_write_kv": forgets}))
+    assert names(choice, "reference") == {"rotary_and_write_kv"}
+
+
+def test_what_fails_is_not_chosen(run: Chooser, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    choice = run(faster(clock, *METHODS, spoil={"paged_attention": fails, "prepare_weight": fails}))
+    assert names(choice, "reference") == {"paged_attention", "linear"}
+    assert "it fails: out of luck" in caplog.text
+
+
+def test_the_log_has_one_table_with_every_time(run: Chooser, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "graftwork_kernels")
+    run(faster(clock, "sample"), pins={"rms_norm": "cpu"})
+    (record,) = [r.getMessage() for r in caplog.records if "times in µs" in r.getMessage()]
+    rows = [line.split() for line in record.splitlines()[1:]]
+    assert rows[0] == ["operator", "implementation", "decode", "1", "decode", "8", "prefill", "40", "cost"]
+    assert ["sample", "cpu", "500", "4000", "-", "0.50", "chosen"] in rows
+    assert ["sample", "reference", "1000", "8000", "-", "1.00"] in rows
+    assert ["rms_norm", "cpu", "4000", "32000", "160000", "4.00", "pinned"] in rows
+    assert len(rows) == 1 + 2 * len(METHODS)
+
+
+def test_little_is_repeated_of_what_takes_long(clock: Clock) -> None:
+    quick, slow = Timed(clock, lambda *_: 1e-6), Timed(clock, lambda *_: 1.0)
+    measure(SIZES, {"reference": quick, "cpu": slow}, clock)  # type: ignore[dict-item]
+    shapes = len(shapes_of(SIZES))
+    assert quick.calls["rms_norm"] == RUNS.stop * shapes
+    assert slow.calls["rms_norm"] == shapes
+
+
+def test_the_shortest_run_counts(clock: Clock) -> None:
+    """All but one run of each shape are held up."""
+    calls = []
+
+    def seconds(method: str, rows: int) -> float:
+        calls.append(method)
+        return 1e-4 if calls.count(method) % RUNS.stop == 3 else 2e-3
+
+    found = {"reference": Timed(clock, lambda *_: 1e-4), "cpu": Timed(clock, seconds)}
+    assert measure(SIZES, found, clock)["rms_norm"].cost["cpu"] == pytest.approx(1)  # type: ignore[arg-type]
+
+
+# What is kept
+
+
+def test_a_busy_machine_is_measured_by_one_threads_time_and_again_later(
+    run: Chooser, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    busy = {"is_busy": lambda: True, "clock": lambda: pytest.fail("the clock on the wall"), "thread_clock": clock}
+    assert names(run(faster(clock, "sample"), **busy), "cpu") == {"sample"}
+    assert threads == [1, 2]
+    assert list(tmp_path.glob("choice-*")) == []
+    assert names(run(faster(clock, "linear")), "cpu") == {"linear"}
+
+
+def test_a_second_start_measures_nothing(run: Chooser, clock: Clock, base: Timed, tmp_path: Path) -> None:
+    first = run(faster(clock, "sample"))
+    calls, now = dict(base.calls), clock.now
+    assert run(faster(clock, *METHODS)) == first
+    assert (base.calls, clock.now) == (calls, now)
+    assert last_choice(tmp_path) == first
+
+
+@pytest.mark.parametrize("change", ["library", "sizes", "dtype", "threads", "implementations"])
+def test_other_conditions_are_measured_anew(
+    change: str, clock: Clock, base: Timed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(sizes: StepSizes = SIZES, fingerprint: str = "a", name: str = "cpu") -> int:
+        found: dict[str, Implementation] = {"reference": base, name: faster(clock)}  # type: ignore[dict-item]
+        choose(sizes, found, folder=tmp_path, fingerprint=fingerprint, clock=clock, is_busy=lambda: False)
+        return base.calls["rms_norm"]
+
+    before = start()
+    assert start() == before
+    match change:
+        case "library":
+            after = start(fingerprint="b")
+        case "sizes":
+            after = start(replace(SIZES, vocab_size=65))
+        case "dtype":
+            after = start(replace(SIZES, dtype=torch.bfloat16))
+        case "threads":
+            monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+            after = start()
+        case _:
+            after = start(name="triton")
+    assert after > before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b'{"operators": {}}',
+        b'{"operators": {"linear": []}}',
+        b"\xff\xfe",
+        b'{"operators": {"linear": {"seconds": {"reference": {}}, "cost": {"gone": 0.1}, "dropped": {}}}}',
+    ],
+)
+def test_a_file_that_makes_no_sense_is_measured_again(run: Chooser, clock: Clock, content: bytes, tmp_path: Path) -> None:
+    first = run(faster(clock, "sample"))
+    (file,) = tmp_path.glob("choice-*.json")
+    file.write_bytes(content)
+    assert run(faster(clock, "sample")) == first
+    assert last_choice(tmp_path) == first
+
+
+def test_an_implementation_that_is_there_no_more_is_not_chosen(run: Chooser, clock: Clock, tmp_path: Path) -> None:
+    run(faster(clock, "sample"))
+    (file,) = tmp_path.glob("choice-*.json")
+    file.write_text(file.read_text().replace('"cpu"', '"gone"'))
+    assert names(run(faster(clock, "linear")), "cpu") == {"linear"}
+
+
+def test_a_folder_that_cannot_be_written_to_does_not_keep_it_from_choosing(
+    run: Chooser, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (file := tmp_path / "file").write_text("")
+    assert names(run(faster(clock, "sample"), folder=file / "kernels"), "cpu") == {"sample"}
+    assert "measured at every start" in caplog.text
+
+
+def test_verdicts_survive_their_file(tmp_path: Path) -> None:
+    seconds = {"reference": {"decode 1": 1.5}, "cpu": {"decode 1": 0.5}, "bad": {}}
+    verdicts = {operator: Verdict(seconds, {"reference": 1.0, "cpu": 1 / 3}, {"bad": "wrong"}) for operator in METHODS}
+    path = choice_file(tmp_path / "new", {"machine": "a"})
+    assert path != choice_file(tmp_path / "new", {"machine": "b"})
+    write_verdicts(path, {"machine": "a"}, verdicts)
+    assert read_verdicts(path) == verdicts
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_nothing_was_chosen_where_nothing_was_measured(tmp_path: Path) -> None:
+    assert last_choice(tmp_path) is None
+    assert last_choice(tmp_path / "nowhere") is None
+
+
+# Pins
+
+
+def test_pins_stand_above_times(run: Chooser, clock: Clock) -> None:
+    choice = run(faster(clock, "sample", "linear"), pins={"sample": "reference", "paged_attention": "cpu"})
+    assert names(choice, "cpu") == {"linear", "paged_attention"}
+
+
+def test_all_is_every_operator_that_has_no_pin_of_its_own(run: Chooser, clock: Clock, base: Timed) -> None:
+    choice = run(faster(clock), pins={"sample": "cpu", "all": "reference"})
+    assert names(choice, "cpu") == {"sample"}
+    assert run(faster(clock), pins={"all": "cpu"}).all_native_forward
+    assert base.calls == {}
+
+
+@pytest.mark.parametrize(
+    ("pins", "says"),
+    [
+        ({"attention": "cpu"}, r"there is no operator attention; there are all, linear, paged_attention, .*, token_logprobs"),
+        ({"linear": "gpu"}, "there is no implementation gpu; there are reference, cpu"),
+        ({"all": "cpu"}, "kernel all=cpu: this machine does not have it: no compiler"),
+    ],
+)
+def test_pins_to_what_there_is_not_are_refused(pins: dict[str, str], says: str) -> None:
+    with pytest.raises(BadPin, match=says):
+        check_pins(pins, {"cpu": "no compiler"})
+
+
+def test_a_pin_to_what_disagrees_is_refused_then_and_later(run: Chooser, clock: Clock) -> None:
+    wrong = faster(clock, spoil={"rms_norm": off_by("rms_norm", 0.5)})
+    for _ in range(2):
+        with pytest.raises(BadPin, match="kernel rms_norm=cpu: it is not fit for use: decode 1: result 0 is off by"):
+            run(wrong, pins={"rms_norm": "cpu"})
+
+
+def test_alone_the_reference_is_taken_unmeasured(run: Chooser, base: Timed) -> None:
+    choice = run(None)
+    assert names(choice, "reference") == set(METHODS)
+    assert not choice.all_native_forward
+    assert base.calls == {}
+
+
+def test_table_of_nothing_measured_names_what_was_pinned() -> None:
+    choice = Choice(dict.fromkeys(METHODS, "reference"))
+    assert table({}, choice, {"all": "reference"}).splitlines()[1].split() == ["linear", "reference", "-", "pinned"]
