@@ -40,17 +40,17 @@ class Operators:
         Semantics: ``weight * cast(x / sqrt(mean(x**2, -1) + eps))``: normalised in fp32, cast to x's type, then multiplied in that
         type, the order Hugging Face's Llama has. x float [..., H], weight [H] of x's type → [..., H]. Batch-invariant.
         """
-        _check_norm(x, weight)
+        _check_norm(x, weight, x.dtype)
         return self._implementation.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Add to the residual stream and norm the sum.
 
-        Semantics: ``total = x + residual`` in fp32; ``(rms_norm(total, weight, eps), total)``, the first cast to x's type before
-        the weight is multiplied. None for the residual, where nothing came before, is 0. x float [..., H], residual fp32 (a stream
-        of many layers loses what a bf16 sum rounds away). Batch-invariant.
+        Semantics: ``total = x + residual`` in fp32; ``(rms_norm(total, weight, eps), total)``, the first cast to the weight's type
+        before the weight is multiplied. None for the residual, where nothing came before, is 0. x float [..., H] of the weight's
+        type or fp32, residual fp32 (a stream of many layers loses what a bf16 sum rounds away). Batch-invariant.
         """
-        _check_norm(x, weight)
+        _check_norm(x, weight, weight.dtype if x.dtype == torch.float32 else x.dtype)
         if residual is not None:
             check_dtype("residual", residual, torch.float32)
             check_shape("residual", residual, *x.shape)
@@ -96,25 +96,26 @@ class Operators:
         check_shape("kv_slot", kv_slot, num_rows)
         return self._implementation.rotary_and_write_kv(q, k, v, positions, cos_sin, k_cache, v_cache, kv_slot)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
         """The gated activation of Llama's MLP, SwiGLU.
 
-        Semantics: ``gate, up = split(gate_up, 2, -1)``; ``gate / (1 + exp(-gate)) * up``. Float [..., 2I] → [..., I].
-        Batch-invariant.
+        Semantics: ``gate, up = split(gate_up, 2, -1)``; ``gate / (1 + exp(-gate)) * up``. Float [..., 2I] → [..., I], of its type
+        if ``out_dtype`` is None. Batch-invariant.
         """
         check_float("gate_up", gate_up)
         check_even_last_dim("gate_up", gate_up)
-        return self._implementation.silu_and_mul(gate_up)
+        return self._implementation.silu_and_mul(gate_up, out_dtype or gate_up.dtype)
 
-    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def gelu_and_mul(self, gate_up: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
         """The gated activation of Gemma's MLP, GEGLU.
 
-        Semantics: ``gate, up = split(gate_up, 2, -1)``; ``gelu(gate) * up``. Float [..., 2I] → [..., I]. Batch-invariant.
+        Semantics: ``gate, up = split(gate_up, 2, -1)``; ``gelu(gate) * up``. Float [..., 2I] → [..., I], of its type if
+        ``out_dtype`` is None. Batch-invariant.
         gelu is the tanh approximation, ``0.5 g (1 + tanh(sqrt(2/pi) (g + 0.044715 g**3)))`` (Hugging Face's "gelu_pytorch_tanh").
         """
         check_float("gate_up", gate_up)
         check_even_last_dim("gate_up", gate_up)
-        return self._implementation.gelu_and_mul(gate_up)
+        return self._implementation.gelu_and_mul(gate_up, out_dtype or gate_up.dtype)
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
         """Causal attention of a step's rows, any mix of prefill chunks and decode rows, over the paged cache.
@@ -178,6 +179,8 @@ class Operators:
         memory: AdapterMemory,
         batch: AdapterBatch,
         sites: tuple[LinearSite, ...],
+        *,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """A linear, or several packed into one weight, to which each row's own adapter is added.
 
@@ -194,7 +197,8 @@ class Operators:
             out[t] = cast(y + b)
 
         Rows of memory are found through ``row_offset`` and read as `graftwork_kernels.row_codec` says; all is fp32 until the cast.
-        x float [T, in], weight [out, in] of its type, bias [out] or None; ``sites`` do not overlap and need not cover the columns.
+        x float [T, in], weight [out, in] of its type, bias [out] or None; the result in x's type if ``out_dtype`` is None.
+        ``sites`` do not overlap and need not cover the columns.
         An adapter that memory does not hold, and a record that points outside memory, raise ValueError or IndexError.
 
         Batch invariance: the base product has that of `linear`. What the adapter adds is batch-invariant in the `cpu`
@@ -209,7 +213,7 @@ class Operators:
         for site in sites:
             if not (0 <= site.index < memory.sites.shape[1] and 0 <= site.start <= site.start + site.size <= weight.out_features):
                 raise ValueError(f"sites: {site} lies outside {memory.sites.shape[1]} sites or {weight.out_features} columns")
-        return self._implementation.adapter_linear(x, weight, bias, memory, batch, sites)
+        return self._implementation.adapter_linear(x, weight, bias, memory, batch, sites, out_dtype or x.dtype)
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         """Which rows a token can be drawn from.
@@ -332,9 +336,10 @@ def _check_entries(name: str, row_start: Tensor, token_id: Tensor, num_rows: int
     check_shape(f"{name}.token_id", token_id, None)
 
 
-def _check_norm(x: Tensor, weight: Tensor) -> None:
+def _check_norm(x: Tensor, weight: Tensor, weight_dtype: torch.dtype) -> None:
     check_float("x", x)
-    check_dtype("weight", weight, x.dtype)
+    check_float("weight", weight)
+    check_dtype("weight", weight, weight_dtype)
     check_shape("weight", weight, None)
     check_last_dim("x", x, weight.shape[0])
 

@@ -153,7 +153,9 @@ class Probes:
                 rows, results = shape.num_rows, []
                 for site, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
                     sites = (LinearSite(site, 0, weight.out_features),)
-                    results.append(implementation.adapter_linear(x[:rows], weight, None, memory, batches[shape], sites))
+                    results.append(
+                        implementation.adapter_linear(x[:rows], weight, None, memory, batches[shape], sites, torch.float32)
+                    )
                 logits = implementation.linear(inputs[0][: shape.num_requests], head, None, torch.float32)
                 return (*results, logits, implementation.embedding(token_ids[:rows], head))
 
@@ -238,18 +240,18 @@ class Probes:
         return self._start(self._shapes, lambda used, shape: (used.rms_norm(x[: shape.num_rows], weight, 1e-5),))
 
     def _add_rms_norm(self) -> Start:
-        x, weight = self._randn(self._most, self._sizes.hidden_size), self._randn(self._sizes.hidden_size)
-        residual = self._randn(*x.shape, dtype=torch.float32)
+        x, residual = self._randn(2, self._most, self._sizes.hidden_size, dtype=torch.float32)
+        weight = self._randn(self._sizes.hidden_size)
         return self._start(
             self._shapes, lambda used, shape: used.add_rms_norm(x[: shape.num_rows], residual[: shape.num_rows], weight, 1e-5)
         )
 
     def _activation(self, operator: str) -> Start:
-        gate_up = self._randn(self._most, 2 * self._sizes.intermediate_size)
+        gate_up = self._randn(self._most, 2 * self._sizes.intermediate_size, dtype=torch.float32)
 
         def once(used: Implementation, shape: Shape) -> Outputs:
             function = used.silu_and_mul if operator == "silu_and_mul" else used.gelu_and_mul
-            return (function(gate_up[: shape.num_rows]),)
+            return (function(gate_up[: shape.num_rows], self._sizes.dtype),)
 
         return self._start(self._shapes, once)
 

@@ -99,9 +99,10 @@ class Projections:
         """Hand the loaded weight to the operators that will read it; nothing can be loaded into it afterwards."""
         self.weight = ops.prepare_weight(self.weight.data)
 
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """[T, in_features] → [T, sum of sizes]."""
-        return batch.ops.adapter_linear(x, self.weight, self.bias, batch.adapter_memory, batch.adapters, self.sites)
+    def __call__(self, x: Tensor, batch: ForwardBatch, out_dtype: torch.dtype | None = None) -> Tensor:
+        """[T, in_features] → [T, sum of sizes], in x's type if ``out_dtype`` is None."""
+        memory, adapters = batch.adapter_memory, batch.adapters
+        return batch.ops.adapter_linear(x, self.weight, self.bias, memory, adapters, self.sites, out_dtype=out_dtype)
 
 
 class Embedding:

@@ -51,7 +51,7 @@ class Llama:
     def hidden_states(self, token_ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         """int64 [T] → [T, H], normed for the head; writes each row's keys and values into ``kv``."""
         hidden = self.embed_tokens(token_ids, batch)
-        residual: Tensor | None = None  # fp32: every layer adds to it, and bf16 would round each time
+        residual: Tensor | None = None  # fp32, as what is added to it: bf16 would round in every layer
         for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
             hidden, residual = layer(hidden, residual, batch, keys, values)
         hidden, _ = self.norm.add(batch.ops, hidden, residual)
@@ -115,14 +115,14 @@ class Attention:
         return chain.from_iterable(part.destinations() for part in (self.qkv_proj, self.o_proj, *(self.qk_norm or ())))
 
     def __call__(self, hidden: Tensor, batch: ForwardBatch, keys: Tensor, values: Tensor) -> Tensor:
-        """[T, H] → [T, H]."""
+        """[T, H] → fp32 [T, H]."""
         packed = torch.split_with_sizes(self.qkv_proj(hidden, batch), self.qkv_proj.sizes, dim=-1)
         q, k, v = (part.view(len(hidden), -1, self.head_dim) for part in packed)
         if self.qk_norm is not None:
             q, k = self.qk_norm[0](batch.ops, q), self.qk_norm[1](batch.ops, k)
         q = batch.ops.rotary_and_write_kv(q, k, v, batch.positions, self.rotary, keys, values, batch.attention.kv_slot)
         attended = batch.ops.paged_attention(q, keys, values, batch.attention, self.head_dim**-0.5)
-        return self.o_proj(attended.flatten(-2), batch)
+        return self.o_proj(attended.flatten(-2), batch, torch.float32)
 
 
 class Mlp:
@@ -138,5 +138,6 @@ class Mlp:
         return chain(self.gate_up_proj.destinations(), self.down_proj.destinations())
 
     def __call__(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """[T, H] → [T, H]."""
-        return self.down_proj(batch.ops.silu_and_mul(self.gate_up_proj(hidden, batch)), batch)
+        """[T, H] → fp32 [T, H]."""
+        gate_up = self.gate_up_proj(hidden, batch, torch.float32)
+        return self.down_proj(batch.ops.silu_and_mul(gate_up, out_dtype=hidden.dtype), batch, torch.float32)

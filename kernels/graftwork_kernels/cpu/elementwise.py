@@ -27,7 +27,8 @@ class _NormArguments(ctypes.Structure):
         ("residual_row_stride", ctypes.c_int64),
         ("residual_head_stride", ctypes.c_int64),
         ("eps", ctypes.c_float),
-        ("is_bf16", ctypes.c_int32),
+        ("x_is_bf16", ctypes.c_int32),
+        ("weight_is_bf16", ctypes.c_int32),
     )
 
 
@@ -39,6 +40,7 @@ class _ActivationArguments(ctypes.Structure):
         ("row_stride", ctypes.c_int64),
         ("is_gelu", ctypes.c_int32),
         ("is_bf16", ctypes.c_int32),
+        ("out_is_bf16", ctypes.c_int32),
     )
 
 
@@ -53,25 +55,25 @@ def rms_norm(issuer: Issuer, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(issuer: Issuer, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `graftwork_kernels.ops.Operators.add_rms_norm`, and `rms_norm`."""
-    if x.dtype not in _NATIVE or x.dim() not in (2, 3):
+    if x.dtype not in _NATIVE or weight.dtype not in _NATIVE or x.dim() not in (2, 3):
         return reference.add_rms_norm(x, residual, weight, eps)
-    normed, total = issuer.empty(*x.shape, dtype=x.dtype), issuer.empty(*x.shape, dtype=torch.float32)
+    normed, total = issuer.empty(*x.shape, dtype=weight.dtype), issuer.empty(*x.shape, dtype=torch.float32)
     _norm(issuer, x, residual, weight, eps, normed, total)
     return normed, total
 
 
-def silu_and_mul(issuer: Issuer, gate_up: Tensor) -> Tensor:
+def silu_and_mul(issuer: Issuer, gate_up: Tensor, out_dtype: torch.dtype) -> Tensor:
     """See `graftwork_kernels.ops.Operators.silu_and_mul`."""
-    if gate_up.dtype not in _NATIVE or gate_up.dim() != 2:
-        return reference.silu_and_mul(gate_up)
-    return _activate(issuer, gate_up, is_gelu=False)
+    if not _can_activate(gate_up, out_dtype):
+        return reference.silu_and_mul(gate_up, out_dtype)
+    return _activate(issuer, gate_up, out_dtype, is_gelu=False)
 
 
-def gelu_and_mul(issuer: Issuer, gate_up: Tensor) -> Tensor:
+def gelu_and_mul(issuer: Issuer, gate_up: Tensor, out_dtype: torch.dtype) -> Tensor:
     """See `graftwork_kernels.ops.Operators.gelu_and_mul`."""
-    if gate_up.dtype not in _NATIVE or gate_up.dim() != 2:
-        return reference.gelu_and_mul(gate_up)
-    return _activate(issuer, gate_up, is_gelu=True)
+    if not _can_activate(gate_up, out_dtype):
+        return reference.gelu_and_mul(gate_up, out_dtype)
+    return _activate(issuer, gate_up, out_dtype, is_gelu=True)
 
 
 def _norm(
@@ -93,18 +95,22 @@ def _norm(
         *residual_strides,
         eps,
         x.dtype == torch.bfloat16,
+        weight.dtype == torch.bfloat16,
     )
     tensors = [tensor for tensor in (x, residual, weight, normed, total) if tensor is not None]
     issuer.issue("graftwork_norm", arguments, tensors, x.shape[0])
 
 
-def _activate(issuer: Issuer, gate_up: Tensor, *, is_gelu: bool) -> Tensor:
+def _can_activate(gate_up: Tensor, out_dtype: torch.dtype) -> bool:
+    return gate_up.dim() == 2 and gate_up.dtype in _NATIVE and out_dtype in (gate_up.dtype, torch.bfloat16)
+
+
+def _activate(issuer: Issuer, gate_up: Tensor, out_dtype: torch.dtype, *, is_gelu: bool) -> Tensor:
     row_stride, _ = _strides("gate_up", gate_up)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = issuer.empty(num_rows, width, dtype=gate_up.dtype)
-    arguments = _ActivationArguments(
-        gate_up.data_ptr(), out.data_ptr(), width, row_stride, is_gelu, gate_up.dtype == torch.bfloat16
-    )
+    out = issuer.empty(num_rows, width, dtype=out_dtype)
+    is_bf16, out_is_bf16 = gate_up.dtype == torch.bfloat16, out_dtype == torch.bfloat16
+    arguments = _ActivationArguments(gate_up.data_ptr(), out.data_ptr(), width, row_stride, is_gelu, is_bf16, out_is_bf16)
     issuer.issue("graftwork_activation", arguments, [gate_up, out], num_rows)
     return out
 

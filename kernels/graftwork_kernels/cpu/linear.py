@@ -128,11 +128,16 @@ def adapter_linear(
     memory: AdapterMemory,
     batch: AdapterBatch,
     sites: tuple[LinearSite, ...],
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """See `graftwork_kernels.ops.Operators.adapter_linear`."""
-    if weight.layout is not WeightLayout.PANELS or (bias is not None and bias.dtype not in FLOAT_TYPES):
-        return reference.adapter_linear(x, weight, bias, memory, batch, sites)
-    call = _Call(issuer, x, weight, bias, x.dtype)
+    if (
+        weight.layout is not WeightLayout.PANELS
+        or out_dtype not in FLOAT_TYPES
+        or (bias is not None and bias.dtype not in FLOAT_TYPES)
+    ):
+        return reference.adapter_linear(x, weight, bias, memory, batch, sites, out_dtype)
+    call = _Call(issuer, x, weight, bias, out_dtype)
     call.add_adapters(memory, batch, sites)
     return call.issue()
 

@@ -45,11 +45,11 @@ class CpuOperators:
     ) -> Tensor:
         return attention.rotary_and_write_kv(self._issuer, q, k, v, positions, cos_sin, k_cache, v_cache, kv_slot)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return elementwise.silu_and_mul(self._issuer, gate_up)
+    def silu_and_mul(self, gate_up: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return elementwise.silu_and_mul(self._issuer, gate_up, out_dtype)
 
-    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return elementwise.gelu_and_mul(self._issuer, gate_up)
+    def gelu_and_mul(self, gate_up: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return elementwise.gelu_and_mul(self._issuer, gate_up, out_dtype)
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
         return attention.paged_attention(self._issuer, q, k_cache, v_cache, batch, scale)
@@ -71,8 +71,9 @@ class CpuOperators:
         memory: AdapterMemory,
         batch: AdapterBatch,
         sites: tuple[LinearSite, ...],
+        out_dtype: torch.dtype,
     ) -> Tensor:
-        return linear.adapter_linear(self._issuer, x, weight, bias, memory, batch, sites)
+        return linear.adapter_linear(self._issuer, x, weight, bias, memory, batch, sites, out_dtype)
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         return sampling.finite_rows(self._issuer, logits)

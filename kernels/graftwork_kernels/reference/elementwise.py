@@ -27,13 +27,13 @@ def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Tensor, out_dtype: torch.dtype) -> Tensor:
     """See `graftwork_kernels.ops.Operators.silu_and_mul`."""
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
-    return (silu(gate) * up).to(gate_up.dtype)
+    return (silu(gate) * up).to(out_dtype)
 
 
-def gelu_and_mul(gate_up: Tensor) -> Tensor:
+def gelu_and_mul(gate_up: Tensor, out_dtype: torch.dtype) -> Tensor:
     """See `graftwork_kernels.ops.Operators.gelu_and_mul`."""
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
-    return (gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+    return (gelu(gate, approximate="tanh") * up).to(out_dtype)

@@ -51,6 +51,7 @@ def adapter_linear(
     memory: AdapterMemory,
     batch: AdapterBatch,
     sites: tuple[LinearSite, ...],
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """See `graftwork_kernels.ops.Operators.adapter_linear`."""
     wide = x.to(torch.float32)
@@ -66,7 +67,7 @@ def adapter_linear(
         product += bias
     if segments:
         product.index_copy_(0, rows, grouped)
-    return product.to(x.dtype)
+    return product.to(out_dtype)
 
 
 def _matrix(weight: Weight) -> Tensor:

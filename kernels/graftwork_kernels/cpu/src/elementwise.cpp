@@ -24,7 +24,8 @@ struct NormArguments {
     int64_t residual_row_stride;
     int64_t residual_head_stride;
     float eps;
-    int32_t is_bf16;
+    int32_t x_is_bf16;
+    int32_t weight_is_bf16;  // and so is what is normed
 };
 
 // gate_up [rows, 2 * width], the gates first.
@@ -35,6 +36,7 @@ struct ActivationArguments {
     int64_t row_stride;
     int32_t is_gelu;
     int32_t is_bf16;
+    int32_t out_is_bf16;
 };
 
 constexpr int64_t kActivationPiece = 1024;  // columns of one task, so that a row alone occupies several threads
@@ -74,12 +76,12 @@ inline void scale_row(const Row* row, float factor, const T* weight, T* normed, 
     });
 }
 
-template <class T>
+template <class X, class T>
 void norm_row(const NormArguments& arguments, int64_t row) {
     const int64_t width = arguments.width;
     const T* weight = static_cast<const T*>(arguments.weight);
     for (int64_t head = 0; head < arguments.heads; ++head) {
-        const T* x = static_cast<const T*>(arguments.x) + row * arguments.row_stride + head * arguments.head_stride;
+        const X* x = static_cast<const X*>(arguments.x) + row * arguments.row_stride + head * arguments.head_stride;
         const int64_t start = (row * arguments.heads + head) * width;
         T* normed = static_cast<T*>(arguments.normed) + start;
         if (arguments.total == nullptr) {
@@ -95,10 +97,12 @@ void norm_row(const NormArguments& arguments, int64_t row) {
 
 void run(const NormArguments& arguments, Step& step, Team& team) {
     team.share(step.num_rows, [&](int64_t row) {
-        if (arguments.is_bf16)
-            norm_row<bf16>(arguments, row);
+        if (!arguments.weight_is_bf16)
+            norm_row<float, float>(arguments, row);
+        else if (arguments.x_is_bf16)
+            norm_row<bf16, bf16>(arguments, row);
         else
-            norm_row<float>(arguments, row);
+            norm_row<float, bf16>(arguments, row);
     });
 }
 
@@ -110,11 +114,11 @@ inline Vec exponent(Vec gate) {
     return -gate;
 }
 
-template <bool kIsGelu, class T>
+template <bool kIsGelu, class T, class Out>
 void activate_piece(const ActivationArguments& arguments, int64_t row, int64_t first) {
     const T* gates = static_cast<const T*>(arguments.gate_up) + row * arguments.row_stride + first;
     const T* up = gates + arguments.width;
-    T* out = static_cast<T*>(arguments.out) + row * arguments.width + first;
+    Out* out = static_cast<Out*>(arguments.out) + row * arguments.width + first;
     each_group(std::min(kActivationPiece, arguments.width - first), [&](int64_t column, int count, auto group) {
         Vec gate[group], value[group];
         for (int i = 0; i < group; ++i) gate[i] = load_first(gates + column + i * kLanes, count);
@@ -126,16 +130,21 @@ void activate_piece(const ActivationArguments& arguments, int64_t row, int64_t f
     });
 }
 
+template <bool kIsGelu>
+void activate(const ActivationArguments& arguments, int64_t row, int64_t first) {
+    if (arguments.is_bf16)
+        activate_piece<kIsGelu, bf16, bf16>(arguments, row, first);
+    else if (arguments.out_is_bf16)
+        activate_piece<kIsGelu, float, bf16>(arguments, row, first);
+    else
+        activate_piece<kIsGelu, float, float>(arguments, row, first);
+}
+
 void run(const ActivationArguments& arguments, Step& step, Team& team) {
     const int64_t pieces = (arguments.width + kActivationPiece - 1) / kActivationPiece;
     team.share(step.num_rows * pieces, [&](int64_t task) {
         const int64_t row = task / pieces, first = task % pieces * kActivationPiece;
-        if (arguments.is_gelu)
-            arguments.is_bf16 ? activate_piece<true, bf16>(arguments, row, first)
-                              : activate_piece<true, float>(arguments, row, first);
-        else
-            arguments.is_bf16 ? activate_piece<false, bf16>(arguments, row, first)
-                              : activate_piece<false, float>(arguments, row, first);
+        arguments.is_gelu ? activate<true>(arguments, row, first) : activate<false>(arguments, row, first);
     });
 }
 
