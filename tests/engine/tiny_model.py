@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graftwork_adapters.base_spec import PROJECTIONS
+from graftwork_engine.batch import StepCapacity
 from graftwork_engine.core import EngineCore
 from graftwork_engine.kv.manager import KVCacheManager
 from graftwork_engine.kv_memory import KvCache, allocate_kv_cache
@@ -21,6 +22,7 @@ from graftwork_engine.runner import ModelRunner
 from graftwork_engine.sched.plan import AdapterFailure
 from graftwork_engine.sched.scheduler import Scheduler, SchedulerLimits
 from graftwork_kernels import reference
+from graftwork_kernels.cpu.capture import Recorder
 from graftwork_kernels.layout import AdapterMemory, RowType, SiteField
 from graftwork_kernels.ops import Operators
 
@@ -85,12 +87,19 @@ def make_kv(num_blocks: int = 32) -> KvCache:
     return allocate_kv_cache(CONFIG, num_blocks, BLOCK, torch.float32)
 
 
-def make_runner(memory: AdapterMemory, num_blocks: int = 32, kv: KvCache | None = None) -> ModelRunner:
+def make_runner(
+    memory: AdapterMemory,
+    num_blocks: int = 32,
+    kv: KvCache | None = None,
+    ops: Operators = REFERENCE,
+    recorded: tuple[Recorder, Operators] | None = None,
+) -> ModelRunner:
     model = build_model(CONFIG, 64, Placement(torch.float32, CPU))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.destinations():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (1.0 if "norm" in name else 0.0))
-    return ModelRunner(model, kv or make_kv(num_blocks), memory, REFERENCE)
+    model.prepare(ops)
+    return ModelRunner(model, kv or make_kv(num_blocks), memory, ops, StepCapacity(128, 64, num_blocks), recorded)
 
 
 class ResidentGate:
@@ -122,13 +131,21 @@ class TinyEngine:
     """Scheduler, model and KV memory, stepped by hand. ``items`` keeps what each request was sent."""
 
     def __init__(
-        self, memory: AdapterMemory, *, num_blocks: int = 64, budget: int = 64, num_seqs: int = 16, chunk: int | None = None
+        self,
+        memory: AdapterMemory,
+        *,
+        num_blocks: int = 64,
+        budget: int = 64,
+        num_seqs: int = 16,
+        chunk: int | None = None,
+        ops: Operators = REFERENCE,
+        recorded: tuple[Recorder, Operators] | None = None,
     ) -> None:
         self.kv = make_kv(num_blocks)
         limits = SchedulerLimits(budget, num_seqs, CONFIG.max_position_embeddings, CONFIG.vocab_size, chunk)
         gate = ResidentGate()
         scheduler = Scheduler(limits, KVCacheManager(num_blocks, BLOCK, "base"), gate, lambda: 0.0)
-        self.runner = make_runner(memory, kv=self.kv)
+        self.runner = make_runner(memory, num_blocks, self.kv, ops, recorded)
         self.core = EngineCore(scheduler, self.runner, gate)
         self.items: dict[str, list[OutItem]] = {}
         self._numbers = count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graftwork_kernels import reference
-from graftwork_kernels.cpu.build import build_library
+from graftwork_kernels.cpu.build import SOURCES, build_library
 from graftwork_kernels.cpu.issue import Immediate
 from graftwork_kernels.cpu.library import Library
 from graftwork_kernels.cpu.operators import CpuOperators
@@ -35,12 +36,25 @@ def cpu_library(shared_kernels: Path) -> Library:
     return Library(build_library(shared_kernels))
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(scope="session")
+def foreign_library(shared_kernels: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """The operators as a machine with other vectors has them: 16 lanes that multiply bf16 in pairs, or 8 where ours are those."""
+    ours = "avx512f" in Path("/proc/cpuinfo").read_text()
+    sources = tmp_path_factory.mktemp("foreign") / "src"
+    shutil.copytree(SOURCES, sources)
+    header = sources / "vec.h"
+    lanes, pairs = (8, 0) if ours else (16, 1)
+    header.write_text(f"#define GRAFTWORK_LANES {lanes}\n#define GRAFTWORK_PAIRS {pairs}\n{header.read_text()}")
+    return Library(build_library(shared_kernels, sources))
+
+
+@pytest.fixture(params=["reference", "cpu", "foreign"])
 def ops(request: pytest.FixtureRequest) -> Operators:
     """Every implementation that a CPU can run."""
     if request.param == "reference":
         return Operators(reference)
-    return Operators(CpuOperators(Immediate(request.getfixturevalue("cpu_library"))))
+    library = request.getfixturevalue("cpu_library" if request.param == "cpu" else "foreign_library")
+    return Operators(CpuOperators(Immediate(library)))
 
 
 def encode_row(row: Tensor, row_type: RowType) -> tuple[Tensor, Tensor]:
