@@ -85,6 +85,12 @@ class Stream(threading.Thread):
             self.times += [time.monotonic()] * len(ids)
 
 
+@pytest.fixture(scope="module", params=["local", "shared"])
+def server(request: pytest.FixtureRequest, start_server: Callable[..., Any]) -> Any:
+    """In plain torch: on compiled kernels a stream of this small base has ended before a kill can meet it."""
+    return start_server("--dtype", "float32", "--kernel", "all=reference", on=request.param)
+
+
 @pytest.fixture(scope="module")
 def expected(server: Any, key: str) -> Callable[[list[Stream]], list[list[int]]]:
     """What streams yield when nothing happens."""
@@ -147,7 +153,7 @@ def processes(server: Any) -> Iterator[int]:
 def test_engine_killed_in_the_life_of_32_streams_loses_none(
     server: Any, key: str, adapters: dict[str, Path], expected: Callable[[list[Stream]], list[list[int]]], kill_round: int
 ) -> None:
-    streams = start_streams(server, key, adapters, 32, 160)
+    streams = start_streams(server, key, adapters, 32, 300)
     [engine] = server.process_ids("graftwork_engine.process")
     os.kill(engine, signal.SIGKILL)
     join_all(streams)
