@@ -50,6 +50,8 @@ class Background:
 
     async def run(self) -> None:
         """Until it is cancelled; raises `BenchmarkFailed` for a stream that fails."""
+        if self._streams == 0:
+            await asyncio.Event().wait()
         async with client_of(self._target) as client, asyncio.TaskGroup() as group:
 
             async def stream(place: int) -> None:
@@ -70,7 +72,8 @@ class Background:
 
     def usual_pause(self) -> float:
         """The median over all streams."""
-        return median([b - a for times in self.times for a, b in pairwise(times)])
+        pauses = [b - a for times in self.times for a, b in pairwise(times)]
+        return median(pauses) if pauses else 0.0
 
 
 def prompt_of(model: str, length: int, vocab: int, rng: random.Random) -> Prompt:
@@ -112,6 +115,8 @@ async def measure_loads(
                 await running
             except* BenchmarkFailed as group:
                 raise BenchmarkFailed(str(group.exceptions[0])) from group
+    if len(loads) < len(names):
+        raise BenchmarkFailed(f"the streams in the background ended after {len(loads)} of {len(names)} adapters; see {server.log}")
     return loads, others.usual_pause()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -129,8 +130,14 @@ def _listing_order(entry: os.DirEntry[str]) -> str:
 def _copy_all(source: int, target: int) -> None:
     """Copy a file in the kernel, which takes half the time of reading and writing it. Not a link: what befalls the copy would
     befall the store's."""
-    while os.sendfile(target, source, None, 1 << 30):
-        pass
+    try:
+        while os.sendfile(target, source, None, 1 << 30):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP) or os.lseek(target, 0, os.SEEK_CUR):
+            raise
+        with open(source, "rb", closefd=False) as reader, open(target, "wb", closefd=False) as writer:  # not every file system can
+            shutil.copyfileobj(reader, writer)
 
 
 def _sync_folder(folder: Path) -> None:

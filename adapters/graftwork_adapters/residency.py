@@ -42,8 +42,8 @@ class AdapterResidency:
 
     A holder keeps the host copy only until the device has one. Device memory goes to those that asked for it, first come first
     served among those that the host has, or is reading while nobody waits for room; so does host memory, in the order in which
-    loads began. ``base_id``, where given,
-    is checked against every adapter: rows made for another base do not fit this one's projections.
+    loads began. ``base_id``, where given, is checked against every adapter: rows made for another base do not fit this one's
+    projections.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class AdapterResidency:
         num_bytes = self._fetcher.cached_bytes(entry.key)
         if num_bytes is not None and not self._read_queue and self._host.reserve(entry.key, num_bytes):
             direct = self._begin_read(entry, self._pool.most_needed(num_bytes))
-            self._loads.load(entry.key, direct, partial(self._take_in_load, entry))
+            self._loads.load(entry.key, num_bytes, direct, partial(self._take_in_load, entry))
         else:
             self._fetch(entry)
 

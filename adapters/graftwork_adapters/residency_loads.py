@@ -49,12 +49,13 @@ class Loads:
         self._disk_lane = disk_lane
         self._store_lane = store_lane
 
-    def load(self, key: str, direct: DirectCopy, take_in: Callable[[Future[HostCopy | None]], None]) -> None:
-        """Bring what the local disk has to memory that is reserved for it, and on to the device if there is a place by then.
+    def load(self, key: str, num_bytes: int, direct: DirectCopy, take_in: Callable[[Future[HostCopy | None]], None]) -> None:
+        """Bring what the local disk has to the ``num_bytes`` of memory that are reserved for it, and on to the device if there is
+        a place by then.
 
         Its result is None if the disk has none that is sound. Takes in both when both have ended.
         """
-        self._background.start(self._disk_lane, partial(self._load, key, direct), take_in, lambda: direct.copied)
+        self._background.start(self._disk_lane, partial(self._load, key, num_bytes, direct), take_in, lambda: direct.copied)
 
     def fetch(self, key: str, take_in: Callable[[Future[Fetched]], None]) -> None:
         """Bring the adapter to the local disk and check that it fits."""
@@ -111,7 +112,7 @@ class Loads:
     def _fetch(self, key: str) -> Fetched:
         return self._checked(self._fetcher.fetch(key))
 
-    def _load(self, key: str, direct: DirectCopy) -> HostCopy | None:
+    def _load(self, key: str, num_bytes: int, direct: DirectCopy) -> HostCopy | None:
         layout: PageLayout | None = None
 
         def before_check(index: PackedIndex, rows: npt.NDArray[np.uint8]) -> None:
@@ -120,7 +121,9 @@ class Loads:
             direct.offer(HostCopy(HostAdapter(index, rows), layout))
 
         adapter = self._fetcher.load_cached(key, before_check)
-        return None if adapter is None or layout is None else self._offered(HostCopy(adapter, layout), direct)
+        if adapter is None or layout is None or adapter.rows.nbytes > num_bytes:
+            return None  # larger than when room was made for it: the store's is looked at as for the first time
+        return self._offered(HostCopy(adapter, layout), direct)
 
     def _plan(self, index: PackedIndex) -> PageLayout:
         if self._base_id is not None and index.base_id != self._base_id:

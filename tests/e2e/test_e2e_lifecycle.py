@@ -20,10 +20,13 @@ pytestmark = pytest.mark.e2e
 PROMPT = [40, 41, 42, 43, 44, 45]
 
 
+SLOW = ("--kernel", "all=reference")
+
+
 @pytest.fixture(scope="module")
 def server(start_server: Callable[..., Any]) -> Any:
-    """On one backend: the kill tests have both."""
-    return start_server("--dtype", "float32")
+    """On one backend: the kill tests have both. In plain torch, so that a stream lasts as long as a kill takes."""
+    return start_server("--dtype", "float32", *SLOW)
 
 
 def test_stream_survives_a_kill_of_the_engine(server: Any, key: str, adapters: dict[str, Path], reference: Any) -> None:
@@ -105,7 +108,7 @@ def test_stop_and_second_start_keep_all_data(start_server: Callable[..., Any], m
 
 
 def test_stopping_ends_a_running_stream_with_an_error_event(start_server: Callable[..., Any]) -> None:
-    server = start_server("--dtype", "float32", "--shutdown-grace", "0.5")
+    server = start_server("--dtype", "float32", "--shutdown-grace", "0.5", *SLOW)
     key = server.tenant_with("streaming", {})
     stream = server.client(key).chat.completions.create(
         model=server.model.name,

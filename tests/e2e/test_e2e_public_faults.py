@@ -255,12 +255,12 @@ def test_sigterm_lets_streams_end_and_takes_no_new_ones(
     start_server: Callable[..., Any], make_adapter: Callable[..., Path]
 ) -> None:
     """litellm PR 28714, sglang PR 38744: a rolling restart dropped the streams that were running."""
-    server = start_server("--dtype", "float32", "--shutdown-grace", "30")
+    server = start_server("--dtype", "float32", "--shutdown-grace", "30", "--kernel", "all=reference")  # streams of seconds
     key = server.tenant_with("rolling", {"kept": make_adapter("rolling", 83)})
     client = server.client(key)
-    expected = server.complete(client, "kept", PROMPT, 150)
+    expected = server.complete(client, "kept", PROMPT, 700)
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
-        streams = [pool.submit(server.stream_tokens, client, "kept", PROMPT, 150) for _ in range(5)]
+        streams = [pool.submit(server.stream_tokens, client, "kept", PROMPT, 700) for _ in range(5)]
         deadline = time.monotonic() + 20
         while server.metrics().get("graftwork_engine_requests_running", 0) < 5:
             assert time.monotonic() < deadline

@@ -245,7 +245,8 @@ class Server:
         return rows
 
     def wait_until_idle(self, timeout_s: float = 20.0) -> dict[str, float]:
-        """The metrics, once no request runs or waits."""
+        """The metrics, once no request runs or waits, and younger than the call: the engine tells them once a second."""
+        time.sleep(1.2)
         deadline = time.monotonic() + timeout_s
         while True:
             metrics = self.metrics()

@@ -228,6 +228,18 @@ def test_a_file_larger_than_what_is_left_of_host_memory_takes_the_way_through_th
     assert rig.is_sound()
 
 
+def test_a_file_that_grew_after_room_was_made_for_it_gets_room_of_its_own_size(
+    rig_of, kernel_sees, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rig_of()
+    monkeypatch.setattr(Fetcher, "cached_bytes", lambda *_: PAGE)
+    index = rig.bring("a")
+    kernel_sees(rig.residency.memory, index, rig.adapters["a"])
+    assert rig.residency.stats()["adapter_host_bytes"] == 2 * PAGE
+    assert rig.store.fetched == []
+    assert rig.is_sound()
+
+
 class Lane:
     """An executor that keeps what it is given."""
 

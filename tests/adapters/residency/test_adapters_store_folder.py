@@ -57,6 +57,18 @@ def test_a_fetch_that_fails_leaves_no_half_file(tmp_path, source, monkeypatch):
     assert not (tmp_path / "copy").exists()
 
 
+def test_a_file_system_that_cannot_copy_by_itself_is_read_and_written(tmp_path, source, monkeypatch):
+    store = FolderStore(tmp_path / "store")
+    store.put_if_absent("packed/a", source)
+
+    def refused(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "sendfile", refused)
+    store.fetch("packed/a", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == source.read_bytes()
+
+
 def test_bytes_are_synced_before_the_name_and_the_folders_after_it(tmp_path, source, monkeypatch):
     store = FolderStore(tmp_path / "store")
     events: list[str] = []

@@ -29,6 +29,8 @@ def test_a_watchdog_takes_its_timer_with_it() -> None:
     async def main() -> None:
         with Watchdog(0.01) as watchdog:
             watchdog.watch()
-        await asyncio.sleep(0.05)
+            timer = watchdog._timer
+        assert timer is not None
+        assert timer.cancelled()
 
     asyncio.run(main())
