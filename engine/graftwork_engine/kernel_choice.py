@@ -26,10 +26,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What was chosen. ``library`` is None where nothing of it is in C++."""
+    """What was chosen. ``library`` is None where nothing of it is in C++; ``used`` are the operators of the model's forward
+    pass."""
 
     choice: Choice
     library: Library | None
+    used: frozenset[str]
 
     def operators(self) -> Operators:
         """The operators, each run when it is called."""
@@ -37,7 +39,7 @@ class Kernels:
 
     def recorder(self) -> tuple[Recorder, Operators] | None:
         """A recorder, with the operators that record into it; None where a forward pass has operators that cannot be recorded."""
-        if self.library is None or not self.choice.all_native_forward:
+        if self.library is None or not self.choice.is_native(self.used):
             return None
         recorder = Recorder(self.library)
         return recorder, Operators(implementation(self.choice, recorder))
@@ -66,7 +68,17 @@ def choose_kernels(config: EngineConfig, model: ModelConfig, max_model_len: int,
         logger.warning(
             "every operator runs in plain torch, which takes several times as long as compiled kernels: %s", unavailable[CPU]
         )
-    return Kernels(choice, library if CPU in choice.names.values() else None)
+    kernels = Kernels(choice, library if CPU in choice.names.values() else None, _used(model))
+    if kernels.library is not None and not choice.is_native(kernels.used):
+        others = ", ".join(sorted(operator for operator in kernels.used if choice.names[operator] != CPU))
+        logger.warning("the forward pass is called operator by operator, since these are not compiled ones: %s", others)
+    return kernels
+
+
+def _used(model: ModelConfig) -> frozenset[str]:
+    """Operators that the model's forward pass calls."""
+    always = {"linear", "paged_attention", "rotary_and_write_kv", "add_rms_norm", "silu_and_mul"}
+    return frozenset(always | {"rms_norm"} if model.qk_norm else always)
 
 
 def kernel_dir(config: EngineConfig) -> Path:

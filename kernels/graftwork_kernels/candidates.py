@@ -8,6 +8,7 @@ being longer. Refuses to know models; `graftwork_kernels.probes` says what is ru
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import time
@@ -46,15 +47,14 @@ TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 2
 """How far a result may lie from the reference's, as a part of its own magnitude and of the tensor's root mean square together: sums
 in another order, and up to two roundings to the type. Integers and booleans agree when they are equal."""
 
-RUNS = range(2, 7)
+RUNS = range(3, 7)
 """How often an operator is run on one shape; the shortest counts, since the others were held up."""
 
 ENOUGH_S = 0.015
 """No more runs than the fewest once they have taken this long together, so that a start is not held up by what is slow."""
 
-TOO_LONG_S = 0.1
-"""What takes this long is run once: little of it can be the first time's."""
-
+TOO_LONG_S = 1.0
+"""What takes this long is run twice and not three times. Never once: a single reading may be another process's."""
 
 QUIET_S = 0.1
 """For so long a thread must have nearly all of a processor for itself, if times by the clock are to mean anything."""
@@ -107,8 +107,18 @@ def conditions(sizes: StepSizes, found: Mapping[str, Implementation], fingerprin
         "graftwork": version("graftwork"),
         "library": fingerprint,
         "implementations": ", ".join(found),
+        "python": _python_digest(),
         **{name: str(value) for name, value in asdict(sizes).items()},
     }
+
+
+def _python_digest() -> str:
+    """Of everything in Python that decides what is measured, and how."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def choose(
@@ -145,7 +155,8 @@ def choose(
             source = "measured on one thread, since the machine is busy, and not kept"
         else:
             verdicts = measure(sizes, found, clock)
-            write_verdicts(file, where, verdicts)
+            if not any(verdict.failed for verdict in verdicts.values()):  # what could not run now may run at the next start
+                write_verdicts(file, where, verdicts)
             source = f"measured in {time.monotonic() - started:.1f} s"
     choice = decide(verdicts, pins)
     logger.info("kernels, %s; times in µs:\n%s", source, table(verdicts, choice, pins))
@@ -179,6 +190,7 @@ def measure(sizes: StepSizes, found: Mapping[str, Implementation], clock: Callab
 def _judge(operator: str, start: Start, found: Mapping[str, Implementation], clock: Callable[[], float]) -> Verdict:
     seconds: dict[str, dict[str, float]] = {}
     dropped: dict[str, str] = {}
+    failed: set[str] = set()
     shares: dict[str, float] = {}
     truth = start(found[REFERENCE])
     expected: dict[Shape, Outputs] = {}
@@ -198,10 +210,13 @@ def _judge(operator: str, start: Start, found: Mapping[str, Implementation], clo
             if name == REFERENCE:
                 raise
             dropped[name] = f"it fails: {error}"
+            failed.add(name)
         if name in dropped:
             logger.error("kernel %s=%s is not used, since it does not agree with the reference; %s", operator, name, dropped[name])
         seconds[name] = times
-    return Verdict(seconds, {name: _cost(seconds, name, shares) for name in found if name not in dropped}, dropped)
+    return Verdict(
+        seconds, {name: _cost(seconds, name, shares) for name in found if name not in dropped}, dropped, frozenset(failed)
+    )
 
 
 def _cost(seconds: Mapping[str, Mapping[str, float]], name: str, shares: Mapping[str, float]) -> float:
@@ -215,7 +230,7 @@ def _time(run: Callable[[], Outputs], clock: Callable[[], float]) -> tuple[float
     outputs = run()
     times = [clock() - started]
     outputs = tuple(output.clone() for output in outputs)
-    while len(times) < RUNS.stop and sum(times) < (TOO_LONG_S if len(times) < RUNS.start else ENOUGH_S):
+    while len(times) < 2 or (len(times) < RUNS.stop and sum(times) < (TOO_LONG_S if len(times) < RUNS.start else ENOUGH_S)):
         started = clock()
         run()
         times.append(clock() - started)

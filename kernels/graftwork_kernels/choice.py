@@ -9,9 +9,10 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,10 +61,9 @@ class Choice:
 
     names: Mapping[str, str]
 
-    @property
-    def all_native_forward(self) -> bool:
-        """Whether a forward pass is nothing but operators of the compiled library, so that it can be recorded and replayed."""
-        return all(self.names[operator] == CPU for operator in FORWARD)
+    def is_native(self, operators: Collection[str]) -> bool:
+        """Whether all of ``operators`` are of the compiled library, so that a pass of nothing else can be recorded and replayed."""
+        return all(self.names[operator] == CPU for operator in operators)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,13 @@ class Verdict:
     """What measuring one operator gave.
 
     ``seconds`` by implementation and shape; ``cost`` by implementation, relative to the reference; ``dropped`` says why an
-    implementation may not be taken.
+    implementation may not be taken; those of ``failed`` raised something instead of computing anything.
     """
 
     seconds: Mapping[str, Mapping[str, float]]
     cost: Mapping[str, float]
     dropped: Mapping[str, str]
+    failed: frozenset[str] = frozenset()
 
     def fastest(self, operator: str) -> str:
         """The implementation with the lowest cost; of equals, the first by name."""
@@ -173,7 +174,10 @@ def _verdict(fields: Mapping[str, Mapping[str, object]]) -> Verdict:
 def _floats(values: object) -> dict[str, float]:
     if not isinstance(values, dict):
         raise TypeError(f"expected an object, got {values!r}")
-    return {str(name): float(value) for name, value in values.items()}
+    numbers = {str(name): float(value) for name, value in values.items()}
+    if not all(math.isfinite(number) and number > 0 for number in numbers.values()):
+        raise ValueError(f"expected positive numbers, got {values!r}")
+    return numbers
 
 
 def write_verdicts(path: Path, conditions: Mapping[str, str], verdicts: Mapping[str, Verdict]) -> None:

@@ -207,7 +207,15 @@ class Operators:
         """
         _check_linear(x, weight, bias)
         check_shape("batch.token_adapter", batch.token_adapter, x.shape[0])
+        check_shape("batch.permutation", batch.permutation, x.shape[0])
+        check_shape("batch.segment_start", batch.segment_start, x.shape[0] + 1)
+        check_shape("batch.segment_adapter", batch.segment_adapter, x.shape[0])
+        check_shape("batch.num_segments", batch.num_segments, 1)
+        check_dtype("batch.permutation", batch.permutation, torch.int64)
+        for name in ("token_adapter", "segment_start", "segment_adapter", "num_segments"):
+            check_dtype(f"batch.{name}", getattr(batch, name), torch.int32)
         check_dtype("memory.pool", memory.pool, torch.uint8)
+        check_dtype("memory.row_offset", memory.row_offset, torch.int64)
         check_dtype("memory.sites", memory.sites, torch.int64)
         check_shape("memory.sites", memory.sites, None, None, NUM_SITE_FIELDS)
         for site in sites:

@@ -211,3 +211,15 @@ def test_records_that_point_outside_memory_are_refused(ops, memory_builder):
     ):
         with pytest.raises((ValueError, IndexError)):
             adapter_linear(ops, x, weight, None, dataclasses.replace(memory, **{name: value}), batch, site)
+
+
+@pytest.mark.parametrize("name", ["token_adapter", "permutation", "segment_start", "segment_adapter", "num_segments", "row_offset"])
+def test_grouping_of_another_type_is_refused(ops, memory_builder, name):
+    """Read as the type that it should have, it would lead anywhere."""
+    memory, batch = mixed_builder(memory_builder).build(), build_adapter_batch([0, -1])
+    owner = memory if name == "row_offset" else batch
+    other = torch.int32 if getattr(owner, name).dtype == torch.int64 else torch.int64
+    changed = dataclasses.replace(owner, **{name: getattr(owner, name).to(other)})
+    memory, batch = (changed, batch) if name == "row_offset" else (memory, changed)
+    with pytest.raises(ValueError, match=name):
+        adapter_linear(ops, torch.randn(2, NUM_IN), torch.randn(NUM_OUT, NUM_IN), None, memory, batch, PACKED)

@@ -109,3 +109,23 @@ def test_a_fault_in_a_program_is_an_error_and_the_next_run_is_well(cpu_library):
     ids[2] = 4
     program.run(3)
     assert torch.equal(program.outputs[0], now.embedding(ids, weight))
+
+
+def test_pointers_within_structures_move_too(cpu_library):
+    """Sampling keeps its logits in a structure of its own."""
+    recorder, now = Recorder(cpu_library, 1), Operators(CpuOperators(Immediate(cpu_library, 1)))
+    ops = Operators(CpuOperators(recorder))
+    x, weight = torch.randn(CAPACITY, WIDTH), now.prepare_weight(torch.randn(100, WIDTH))
+    program = recorder.finish(ops.finite_rows(ops.linear(x, weight)))
+    x[3, 5] = float("nan")
+    program.run(CAPACITY)
+    assert program.outputs[0].tolist() == [row != 3 for row in range(CAPACITY)]
+
+
+def test_what_computes_at_once_cannot_be_recorded(cpu_library):
+    ops = Operators(CpuOperators(Recorder(cpu_library, 1)))
+    with pytest.raises(ValueError, match="cannot be recorded"):
+        ops.rms_norm(torch.zeros(2, 8).half(), torch.ones(8).half(), 1e-5)
+    weight = Operators(CpuOperators(Immediate(cpu_library, 1))).prepare_weight(torch.zeros(4, 8))
+    with pytest.raises(ValueError, match="cannot be recorded"):
+        ops.linear(torch.zeros(8, 2).T, weight)

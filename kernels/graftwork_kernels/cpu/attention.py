@@ -83,6 +83,7 @@ def rotary_and_write_kv(
 ) -> Tensor:
     """See `graftwork_kernels.ops.Operators.rotary_and_write_kv`."""
     if q.dtype == torch.float16:
+        issuer.compute("rotary_and_write_kv in plain torch")
         return reference.rotary_and_write_kv(q, k, v, positions, cos_sin, k_cache, v_cache, kv_slot)
     num_rows, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads, block_size, _ = k_cache.shape
@@ -123,11 +124,14 @@ def paged_attention(issuer: Issuer, q: Tensor, k_cache: Tensor, v_cache: Tensor,
     request's own later rows may make an earlier row of the same step NaN.
     """
     if q.dtype == torch.float16 or q.dtype != k_cache.dtype:
+        issuer.compute("paged_attention in plain torch")
         return reference.paged_attention(q, k_cache, v_cache, batch, scale)
     for name, tensor in (("query_start", batch.query_start), ("context_len", batch.context_len)):
         check_dtype(f"batch.{name}", tensor, torch.int32)
         _check_contiguous(f"batch.{name}", tensor)
     check_dtype("batch.block_table", batch.block_table, torch.int32)
+    if batch.block_table.shape[1] > 1 and batch.block_table.stride(1) != 1:
+        raise ValueError("batch.block_table: expected the blocks of a request side by side")
     num_rows, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads, block_size, _ = k_cache.shape
     num_requests, table_width = batch.block_table.shape

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +87,10 @@ class Recorder:
         command = Command(self.library.address(operator, type(arguments)), ctypes.addressof(arguments))
         self.library.run((Command * 1)(command), Step(), self.num_threads)
 
+    def compute(self, what: str) -> None:
+        """See `graftwork_kernels.cpu.issue.Issuer`: nothing can be computed yet."""
+        raise ValueError(f"{what} cannot be recorded: it computes at once, from results that are not there yet")
+
     def issue(
         self, operator: str, arguments: ctypes.Structure, tensors: Sequence[Tensor], num_rows: int, num_requests: int = 0
     ) -> None:
@@ -105,11 +109,7 @@ class Recorder:
             found = results[place] if place >= 0 else None
             return found if found is not None and (address or 0) < found.address + found.num_bytes else None
 
-        pointers = [
-            (number, recorded.arguments, name)
-            for number, recorded in enumerate(self._recorded)
-            for name in _pointers(recorded.arguments)
-        ]
+        pointers = [(number, *field) for number, recorded in enumerate(self._recorded) for field in _pointers(recorded.arguments)]
         for number, arguments, name in pointers:
             result = owner(getattr(arguments, name))
             if result is not None:
@@ -136,8 +136,13 @@ class Recorder:
         return Program(self.library, self.num_threads, self._recorded, [*kept, arena], placed)
 
 
-def _pointers(arguments: ctypes.Structure) -> list[str]:
-    return [name for name, kind, *_ in arguments._fields_ if kind is ctypes.c_void_p]
+def _pointers(arguments: ctypes.Structure) -> Iterator[tuple[ctypes.Structure, str]]:
+    """Every pointer of ``arguments``, those of structures within it too: whose field it is, and the field's name."""
+    for name, kind, *_ in arguments._fields_:
+        if kind is ctypes.c_void_p:
+            yield arguments, name
+        elif issubclass(kind, ctypes.Structure):
+            yield from _pointers(getattr(arguments, name))
 
 
 def _share_memory(results: Sequence[_Result]) -> int:

@@ -47,6 +47,7 @@ class _ActivationArguments(ctypes.Structure):
 def rms_norm(issuer: Issuer, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `graftwork_kernels.ops.Operators.rms_norm`. In bf16, a normalised value may be the other neighbour of the exact one."""
     if x.dtype not in _NATIVE or x.dim() not in (2, 3):
+        issuer.compute("rms_norm in plain torch")
         return reference.rms_norm(x, weight, eps)
     normed = issuer.empty(*x.shape, dtype=x.dtype)
     _norm(issuer, x, None, weight, eps, normed, None)
@@ -56,6 +57,7 @@ def rms_norm(issuer: Issuer, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(issuer: Issuer, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `graftwork_kernels.ops.Operators.add_rms_norm`, and `rms_norm`."""
     if x.dtype not in _NATIVE or weight.dtype not in _NATIVE or x.dim() not in (2, 3):
+        issuer.compute("add_rms_norm in plain torch")
         return reference.add_rms_norm(x, residual, weight, eps)
     normed, total = issuer.empty(*x.shape, dtype=weight.dtype), issuer.empty(*x.shape, dtype=torch.float32)
     _norm(issuer, x, residual, weight, eps, normed, total)
@@ -65,6 +67,7 @@ def add_rms_norm(issuer: Issuer, x: Tensor, residual: Tensor | None, weight: Ten
 def silu_and_mul(issuer: Issuer, gate_up: Tensor, out_dtype: torch.dtype) -> Tensor:
     """See `graftwork_kernels.ops.Operators.silu_and_mul`."""
     if not _can_activate(gate_up, out_dtype):
+        issuer.compute("silu_and_mul in plain torch")
         return reference.silu_and_mul(gate_up, out_dtype)
     return _activate(issuer, gate_up, out_dtype, is_gelu=False)
 
@@ -72,6 +75,7 @@ def silu_and_mul(issuer: Issuer, gate_up: Tensor, out_dtype: torch.dtype) -> Ten
 def gelu_and_mul(issuer: Issuer, gate_up: Tensor, out_dtype: torch.dtype) -> Tensor:
     """See `graftwork_kernels.ops.Operators.gelu_and_mul`."""
     if not _can_activate(gate_up, out_dtype):
+        issuer.compute("gelu_and_mul in plain torch")
         return reference.gelu_and_mul(gate_up, out_dtype)
     return _activate(issuer, gate_up, out_dtype, is_gelu=True)
 

@@ -39,6 +39,10 @@ class Issuer(Protocol):
         """Run ``operator`` at once, whatever becomes of other commands: for what happens once, such as laying out a weight."""
         ...
 
+    def compute(self, what: str) -> None:
+        """Called before anything is computed in another way than by a command; raises ValueError where commands are recorded."""
+        ...
+
     def issue(
         self, operator: str, arguments: ctypes.Structure, tensors: Sequence[Tensor], num_rows: int, num_requests: int = 0
     ) -> None:
@@ -68,6 +72,9 @@ class Immediate:
     def now(self, operator: str, arguments: ctypes.Structure) -> None:
         """See `Issuer`."""
         self._run(operator, arguments, Step())
+
+    def compute(self, what: str) -> None:
+        """See `Issuer`: it may be."""
 
     def issue(
         self, operator: str, arguments: ctypes.Structure, tensors: Sequence[Tensor], num_rows: int, num_requests: int = 0

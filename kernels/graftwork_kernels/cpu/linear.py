@@ -94,6 +94,7 @@ def prepare_weight(issuer: Issuer, weight: Tensor) -> Weight:
 def embedding(issuer: Issuer, token_ids: Tensor, weight: Weight) -> Tensor:
     """See `graftwork_kernels.ops.Operators.embedding`."""
     if weight.layout is not WeightLayout.PANELS:
+        issuer.compute("embedding in plain torch")
         return reference.embedding(token_ids, weight)
     token_ids = token_ids.contiguous()
     out = issuer.empty(token_ids.numel(), weight.in_features, dtype=weight.dtype)
@@ -116,6 +117,7 @@ def linear(issuer: Issuer, x: Tensor, weight: Weight, bias: Tensor | None, out_d
         or out_dtype not in FLOAT_TYPES
         or (bias is not None and bias.dtype not in FLOAT_TYPES)
     ):
+        issuer.compute("linear in plain torch")
         return reference.linear(x, weight, bias, out_dtype)
     return _Call(issuer, x, weight, bias, out_dtype).issue()
 
@@ -136,6 +138,7 @@ def adapter_linear(
         or out_dtype not in FLOAT_TYPES
         or (bias is not None and bias.dtype not in FLOAT_TYPES)
     ):
+        issuer.compute("adapter_linear in plain torch")
         return reference.adapter_linear(x, weight, bias, memory, batch, sites, out_dtype)
     call = _Call(issuer, x, weight, bias, out_dtype)
     call.add_adapters(memory, batch, sites)
@@ -147,6 +150,7 @@ class _Call:
 
     def __init__(self, issuer: Issuer, x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> None:
         if x.stride(-1) != 1 and x.shape[-1] > 1:
+            issuer.compute("a copy of x")
             x = x.contiguous()
         self._issuer, self._x, self._num_rows = issuer, x, x.shape[0]
         self._weight = weight

@@ -129,6 +129,7 @@ def sample(issuer: Issuer, logits: Tensor, batch: SamplingBatch) -> Tensor:
 def token_logprobs(issuer: Issuer, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `graftwork_kernels.ops.Operators.token_logprobs`. A token id outside the row is an IndexError."""
     if logits.dtype not in (torch.bfloat16, torch.float32):
+        issuer.compute("token_logprobs in plain torch")
         return reference.token_logprobs(logits, token_ids, num_top)
     num_rows, num_tokens = logits.shape
     token_ids = token_ids.contiguous()

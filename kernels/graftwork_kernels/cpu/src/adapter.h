@@ -67,7 +67,7 @@ inline int64_t row_bytes(int64_t type, int64_t width) {
 inline const uint8_t* row_at(const AdapterMemory& memory, int64_t number, int64_t type, int64_t width, Step& step) {
     if (number >= 0 && number < memory.num_rows) {
         const int64_t offset = memory.row_offset[number];
-        if (offset >= 0 && offset + row_bytes(type, width) <= memory.pool_bytes) return memory.pool + offset;
+        if (offset >= 0 && offset <= memory.pool_bytes - row_bytes(type, width)) return memory.pool + offset;
     }
     report(step, kRowOutside);
     return nullptr;

@@ -12,6 +12,7 @@ namespace graftwork {
 constexpr int kHeadsAtOnce = kLanes == 16 ? 4 : 3;  // four keys' sums for each of them fit in registers
 constexpr int64_t kPair = 2 * kLanes;
 constexpr int64_t kAhead = 16;  // keys between the one that is computed and the one that is fetched
+constexpr int64_t kBeyond = kAhead + 3;  // places after a chunk that are looked at when its last four keys are scored
 
 // kPair elements of a row, in the order that takes least work: of bf16 the even ones, then the odd.
 struct Pair {
@@ -173,7 +174,7 @@ public:
             std::fill_n(memory, partial_size(a_), 0.0f);
             return;
         }
-        std::fill_n(offsets_ + count, kAhead, offsets_[count - 1]);
+        std::fill_n(offsets_ + count, kBeyond, offsets_[count - 1]);
         score(count);
         for (int64_t head = 0; head < group_; ++head) soften(scores_ + head * kChunk, count, result.max + head, result.sum + head);
         weigh_values(count, result);
@@ -237,7 +238,7 @@ private:
             std::copy_n(head + offsets_[key], a_.head_dim, padded_ + key * width_);
             std::fill(padded_ + key * width_ + a_.head_dim, padded_ + (key + 1) * width_, T{});
         }
-        for (int64_t key = 0; key < count + kAhead; ++key) padded_rows_[key] = std::min(key, count - 1) * width_;
+        for (int64_t key = 0; key < count + kBeyond; ++key) padded_rows_[key] = std::min(key, count - 1) * width_;
         rows_ = padded_rows_;
         return padded_;
     }
@@ -249,9 +250,9 @@ private:
             const float top = std::max(state.max[head], piece.max[head]);
             const Vec before = exponential(splat(state.max[head] - top)), added = exponential(splat(piece.max[head] - top));
             state.max[head] = top;
-            state.sum[head] = state.sum[head] * before[0] + piece.sum[head] * added[0];
+            state.sum[head] = graftwork::fma(state.sum[head], before[0], piece.sum[head] * added[0]);
             float *sums = state.values + head * width_, *terms = piece.values + head * width_;
-            for (int64_t i = 0; i < width_; i += kLanes) store(sums + i, load(sums + i) * before + load(terms + i) * added);
+            for (int64_t i = 0; i < width_; i += kLanes) store(sums + i, graftwork::fma(load(sums + i), before, load(terms + i) * added));
         }
     }
 
@@ -272,7 +273,7 @@ private:
     float *query_, *scores_, *state_, *piece_;  // [group, width], [group, kChunk], a `Partial` each
     T* padded_;                                 // [kChunk, width]
     const int64_t* rows_ = nullptr;
-    int64_t offsets_[kChunk + kAhead], padded_rows_[kChunk + kAhead];
+    int64_t offsets_[kChunk + kBeyond], padded_rows_[kChunk + kBeyond];
 };
 
 }  // namespace graftwork
