@@ -168,8 +168,8 @@ def test_disconnect_frees_the_engine(server: Any, key: str) -> None:
         client.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, headers=headers) as response,
     ):
         next(response.iter_lines())
-    with pytest.raises(httpx2.TimeoutException):
-        httpx2.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=0.3)
+    with pytest.raises(httpx2.TimeoutException):  # many prompts, so that it takes longer than this on any machine
+        httpx2.post(f"{server.url}/v1/completions", json={**body, "prompt": [PROMPT] * 32}, headers=headers, timeout=0.3)
     server.wait_until_idle()
     deadline = time.monotonic() + 10
     while sum(row["status"] == "aborted" for row in server.usage_rows("acme")) < 2:
