@@ -15,6 +15,7 @@ from graftwork_adapters.fetcher import HostAdapter
 from graftwork_adapters.keys import RowTypeName
 from graftwork_adapters.packed import ABSENT, ROW_ALIGNMENT, PackedIndex
 from graftwork_adapters.page_table import Extent, PageLayout, PageTable, Placement, page_size, plan_pages, row_numbers
+from graftwork_adapters.tensor_values import row_size
 
 NUM_SITE_FIELDS = 6
 """Columns of a site record: first A row, first B row, rank, row type, scale row, bias row."""
@@ -40,6 +41,7 @@ class PoolTensors(NamedTuple):
 class DevicePool:
     """Pages for adapters' rows, and the tables that point into them.
 
+    ``widths`` are each site's input and output features, which an adapter's rows must have room for (None: not compared).
     ``max_row_bytes`` is the longest row the base can have; a page is at least that. Row numbers and adapter indices are bounded
     too: by default one row number per 128 bytes, and one index per page up to 1024. `place` and `free` keep the books and belong
     to one thread; `clear` and `write` move bytes and belong to one other thread. A page may be written again as soon as it is
@@ -55,6 +57,7 @@ class DevicePool:
         page_bytes: int = 64 * 1024,
         max_rows: int | None = None,
         max_adapters: int | None = None,
+        widths: Sequence[tuple[int, int]] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.page_bytes = page_size(page_bytes, max_row_bytes)
@@ -66,6 +69,7 @@ class DevicePool:
         )
         self._num_sites = num_sites
         self._max_row_bytes = max_row_bytes
+        self._widths = None if widths is None else np.array(widths, dtype=np.int64)
         self._device = torch.device(device)
         no_site = torch.tensor(_NO_SITE, dtype=torch.int64, device=self._device)
         self.tensors = PoolTensors(
@@ -97,6 +101,8 @@ class DevicePool:
         Raises `AdapterTooLarge` if it can never fit, `BlobCorrupt` if its index would lead a kernel outside its own rows.
         """
         _check_index(index, self._num_sites)
+        if self._widths is not None:
+            _check_widths(index, self._widths)
         layout = plan_pages(index.row_bytes, self.page_bytes)
         self.table.check_fits(f"adapter {index.key}", layout, self.page_bytes)
         return layout
@@ -198,3 +204,20 @@ def _check_index(index: PackedIndex, num_sites: int) -> None:
     if not inside.all():
         site = number[~inside][0]
         raise BlobCorrupt(f"packed adapter {index.key}: site {site} of {num_sites} points outside its {index.num_rows} rows")
+
+
+def _check_widths(index: PackedIndex, widths: npt.NDArray[np.int64]) -> None:
+    # A kernel reads as many elements of a row as the projection has: of a shorter row, on into whoever's row lies behind it.
+    number, rank, a, b, scale, bias = index.site_table.T
+    num_in, num_out = widths[number].T
+    for first, count, num_elements, row_type in (
+        (a, rank, num_in, index.row_type),
+        (b, rank, num_out, index.row_type),
+        (scale, (scale != ABSENT).astype(np.int64), num_out, "float32"),
+        (bias, (bias != ABSENT).astype(np.int64), num_out, "float32"),
+    ):
+        site = np.repeat(np.arange(len(number)), count)
+        place = np.arange(len(site)) - (count.cumsum() - count)[site]
+        needed = np.array([row_size(row_type, int(elements)) for elements in num_elements], dtype=np.int64)
+        if short := np.flatnonzero(index.row_bytes[first[site] + place] < needed[site]).tolist():
+            raise BlobCorrupt(f"packed adapter {index.key}: a row of site {number[site[short[0]]]} is shorter than its projection")

@@ -188,7 +188,12 @@ def _residency(
     except AdapterError as error:
         raise ConfigError(str(error)) from error
     pool = DevicePool(
-        config.adapter_memory_bytes, len(spec.sites), longest_row, page_bytes=config.adapter_page_bytes, device=device
+        config.adapter_memory_bytes,
+        len(spec.sites),
+        longest_row,
+        page_bytes=config.adapter_page_bytes,
+        widths=[(site.in_features, site.out_features) for site in spec.sites],
+        device=device,
     )
     return AdapterResidency(
         fetcher,

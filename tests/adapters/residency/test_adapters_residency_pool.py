@@ -212,6 +212,24 @@ def test_an_index_that_points_outside_its_rows_is_corrupt(packed_of, change):
         pool_of(12).plan(broken)
 
 
+@pytest.mark.parametrize("part", ["a_row", "b_row", "scale_row", "bias_row"])
+def test_a_row_shorter_than_its_projection_is_corrupt(packed_of, part):
+    """A kernel would read on, into the row of another adapter."""
+    index = packed_of("one").index
+    fitting = [
+        (int(index.row_bytes[site.a_row]) // 4 if site.rank else 1, int(index.row_bytes[site.b_row]) // 4 if site.rank else 1)
+        for site in (next((s for s in index.sites if s.index == number), index.sites[0]) for number in range(4))
+    ]
+    index = replace(index, row_type="float32", sites=tuple(replace(s, scale_row=-1, bias_row=-1) for s in index.sites))
+    assert pool_of(12, widths=fitting).plan(index)
+    site = next(s for s in index.sites if s.rank)
+    wide = [(num_in + 64 * (part == "a_row"), num_out + 64 * (part != "a_row")) for num_in, num_out in fitting]
+    if part in ("scale_row", "bias_row"):
+        index = replace(index, sites=(replace(site, rank=0, **{part: site.b_row}),))
+    with pytest.raises(BlobCorrupt, match="shorter than its projection"):
+        pool_of(12, widths=wide).plan(index)
+
+
 @pytest.mark.parametrize("run", [(1, 0), (1, 65), (1, -64), (0, 64), (-1, 64)])
 def test_rows_of_impossible_sizes_are_corrupt(packed_of, run):
     index = packed_of("one").index
