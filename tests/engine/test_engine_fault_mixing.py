@@ -146,6 +146,7 @@ def test_preempted_with_an_adapter(start, solo) -> None:
     """Fault kind of vllm#546, vllm#9640 and vllm#13394, with LoRA: KV for one request and a half, and four of them."""
     engine = start(kv_memory_bytes=18 * BLOCK_BYTES)
     jobs = [(adapter, SHORT_PROMPT, 35) for adapter in ("A", "B", "C", "D")]
+    engine.run(*((adapter, SHORT_PROMPT, 1) for adapter, _, _ in jobs))  # adapters first, so that all start together
     assert engine.run(*jobs) == [solo(*job) for job in jobs]
     assert engine.stat("preemptions_total") >= 2
 

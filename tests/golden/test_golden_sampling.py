@@ -138,11 +138,18 @@ def run(golden, tmp_path: Path) -> Iterator[Run]:
             **settings,
         }
         engines.append(build_engine(msgspec.convert(config, EngineConfig)))
+        # Adapters come to the device first, so that all cases start together and no load decides who meets whom.
+        generate([(adapter, "none") for adapter in dict.fromkeys(adapter for adapter, _ in cases)], None, b"first")
+        answers = generate(cases, outputs, b"salt")
+        assert (engines[-1].stats()["preemptions_total"] > 0) == preempts
+        return answers
+
+    def generate(cases: list[Case], outputs: list[list[int]] | None, salt: bytes) -> list[Reference]:
         core, made = engines[-1].core, {}
         for number, (adapter, name) in enumerate(cases):
             output = outputs[number] if outputs else []
             request = Request(
-                RequestId(str(number)), list(PROMPT), sampling_of(name), b"salt", "flow", 0.0, golden.keys[adapter], 0, None,
+                RequestId(str(number)), list(PROMPT), sampling_of(name), salt, "flow", 0.0, golden.keys[adapter], 0, None,
                 list(output), len(output),
             )  # fmt: skip
             core.add(request)
@@ -155,7 +162,6 @@ def run(golden, tmp_path: Path) -> Iterator[Run]:
                 made[item.request_id].token_ids.extend(item.token_ids)
                 made[item.request_id].logprobs.extend(logprob.logprob for logprob in item.logprobs or ())
         assert core.check_integrity() == []
-        assert (engines[-1].stats()["preemptions_total"] > 0) == preempts
         return list(made.values())
 
     yield on_engine
