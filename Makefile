@@ -115,13 +115,25 @@ arch: setup-dev ## who may import whom
 hooks: setup-dev ## run lint, types and architecture at every commit
 	$(BIN)/pre-commit install
 
+# What is kept between runs (adapters, data, converted files) lies in BENCH_RESULTS/work; each row is written as soon as it is measured.
 BENCH_RESULTS ?= $(DATA_DIR)/bench
+# Where the table and the pictures go; BENCH_DOCS=docs puts them into the documentation.
+BENCH_DOCS ?= $(BENCH_RESULTS)
+# Servers to be measured beside ours, for example: PEERS="vllm=VENV llamacpp=FOLDER peft"
+PEERS ?=
+# More options of benchmarks/serving.py, for example: SERVING="--repeats 1 --peer-requests vllm=1"
+SERVING ?=
+BENCH_OUT = --out "$(BENCH_RESULTS)/$(1).json"
 
-bench: setup base ## a short run of the benchmarks: kernels, the engine's overhead, and our adapters beside our base
-	$(PY) benchmarks/kernels.py --base "$(BASE)" --budget 0.5 --out "$(BENCH_RESULTS)/kernels.json"
-	$(PY) benchmarks/step.py
-	$(PY) benchmarks/serving.py --base "$(BASE)" --rows base-1,base-8,8x8 --repeats 3 --requests-per-stream 2 --output 32 \
-	  --out "$(BENCH_RESULTS)/serving.json"
+bench: setup $(if $(filter command,$(origin BASE)),,base) ## measure everything, beside PEERS="vllm=VENV llamacpp=FOLDER peft" if given (hours); BASE=DIR for another base
+	$(PY) benchmarks/machine.py
+	$(PY) benchmarks/kernels.py --base "$(BASE)" $(call BENCH_OUT,kernels)
+	$(PY) benchmarks/step.py $(call BENCH_OUT,step)
+	$(PY) benchmarks/api.py --base "$(BASE)" $(call BENCH_OUT,api)
+	$(PY) benchmarks/serving.py --base "$(BASE)" $(addprefix --peer ,$(PEERS)) $(SERVING) --work "$(BENCH_RESULTS)/work" \
+	  $(call BENCH_OUT,serving)
+	$(PY) benchmarks/cold_start.py --base "$(BASE)" --work "$(BENCH_RESULTS)/work" $(call BENCH_OUT,cold_start)
+	$(PY) benchmarks/report.py $(foreach name,kernels step api serving cold_start,"$(BENCH_RESULTS)/$(name).json") --docs "$(BENCH_DOCS)"
 
 lm-eval: setup-dev base $(LM_EVAL)/.ready ## log likelihoods by lm-eval beside Hugging Face's own, fp32, for the base and an adapter
 	$(PY) benchmarks/lm_eval/compare.py --base "$(BASE)" --lm-eval $(LM_EVAL)/bin/lm-eval

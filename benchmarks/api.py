@@ -1,6 +1,6 @@
 """CPU time of the real API process per streamed token: real HTTP, real wire, and an engine by script. Knows no model's arithmetic.
 
-    python benchmarks/api.py .data/base/SmolLM2-135M-Instruct
+    python benchmarks/api.py --base .data/base/SmolLM2-135M-Instruct
 
 Rounds of short and long answers alternate; what the longer ones cost more, over the tokens that they have more, is the cost of a
 token, free of admission and start-up. CPU time is the process's own (user and system), so a busy machine changes it little.
@@ -17,20 +17,21 @@ import os
 import pstats
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from graftwork_platform.admin.client import AdminClient, CallFailed
 from graftwork_platform.serve.api_process import ApiConfig, encode_config
 from graftwork_platform.settings import ClientSettings, Settings
 from graftwork_platform.text.tokenizer import Tokenizer
+from results import BenchmarkFailed, Claim, Part, Results
+from runs import add_base, add_output, check_base, conclude
 
 ENGINE = Path(__file__).with_name("scripted_engine.py")
 STORY = (
@@ -44,6 +45,7 @@ import cProfile, sys
 from graftwork_platform.serve.api_process import main
 cProfile.run("main()", sys.argv.pop(1))
 """
+ROUNDS = 3
 SETTLE_S = 0.8
 """After the last stream's end usage goes to the database; a checkpoint and its write are awaited."""
 
@@ -62,20 +64,6 @@ class Cpu:
     def total(self) -> float:
         """Both."""
         return self.user + self.system
-
-
-@dataclass(frozen=True)
-class Report:
-    """Microseconds per streamed token, and milliseconds per request for everything else."""
-
-    streams: int
-    tokens_per_s: float
-    us_per_token: float
-    us_per_token_user: float
-    us_per_token_system: float
-    ms_per_request: float
-    frames_per_token: float
-    rounds: list[float]
 
 
 def cpu_of(pid: int) -> Cpu:
@@ -98,7 +86,10 @@ def process(command: list[str], stdin: bytes, log: Path, fds: tuple[int, ...] = 
         yield child
     finally:
         child.send_signal(signal.SIGINT)  # SIGTERM would end a profiled process before it has written its profile
-        child.wait(30)
+        try:
+            child.wait(30)
+        finally:
+            child.kill()
 
 
 @dataclass(frozen=True)
@@ -133,7 +124,7 @@ def serving(options: argparse.Namespace, folder: Path, profile: Path | None) -> 
         deadline = time.monotonic() + 120
         while not is_ready(url):
             if time.monotonic() > deadline or api.poll() is not None:
-                raise SystemExit(f"the API process did not become ready: {(folder / 'api.log').read_text()}")
+                raise BenchmarkFailed(f"the API process did not become ready: {(folder / 'api.log').read_text()}")
             time.sleep(0.2)
         with AdminClient(ClientSettings(url, settings.admin_key_file.read_text().strip())) as admin:
             tenant = admin.create_tenant("load")
@@ -170,7 +161,7 @@ async def read_stream(target: Target, request: bytes, num_tokens: int) -> int:
     answer = await reader.read()
     writer.close()
     if b" 200 " not in answer[:16] or b"[DONE]" not in answer or b'"completion_tokens":%d,' % num_tokens not in answer:
-        raise SystemExit(f"an answer is not what was asked for: {answer[:300]!r} … {answer[-300:]!r}")
+        raise BenchmarkFailed(f"an answer is not what was asked for: {answer[:300]!r} … {answer[-300:]!r}")
     return answer.count(b"data: {")
 
 
@@ -183,60 +174,77 @@ async def load(target: Target, chat: bool, streams: int, num_tokens: int) -> tup
     return cpu_of(target.pid) - before, sum(frames)
 
 
-async def measure(options: argparse.Namespace, target: Target) -> Report:
-    """Rounds of short and long answers, and the median of their differences."""
+async def measure(options: argparse.Namespace, target: Target) -> Part:
+    """Rounds of short and long answers, and the medians of what they cost."""
+    kind, extra = "chat" if options.chat else "text", options.streams * (options.long - options.short)
+    names = ("streams", "short", "long", "step_ms", "rounds")
+    part = Part(kind, {}, {name: getattr(options, name) for name in names})
     await load(target, options.chat, options.streams, options.short)  # caches, imports, threads
-    extra = options.streams * (options.long - options.short)
-    tokens, requests, frames = [], [], 0
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
         short, few = await load(target, options.chat, options.streams, options.short)
         long, many = await load(target, options.chat, options.streams, options.long)
         spent = long - short
-        tokens.append(Cpu(spent.user / extra, spent.system / extra))
-        requests.append(short.total / options.streams - tokens[-1].total * options.short)
-        frames += many - few
-    middle = sorted(tokens, key=lambda cpu: cpu.total)[len(tokens) // 2]
-    return Report(
-        streams=options.streams,
-        tokens_per_s=round(options.streams / options.step_ms * 1000, 1),
-        us_per_token=round(middle.total * 1e6, 1),
-        us_per_token_user=round(middle.user * 1e6, 1),
-        us_per_token_system=round(middle.system * 1e6, 1),
-        ms_per_request=round(statistics.median(requests) * 1e3, 2),
-        frames_per_token=round(frames / (extra * options.rounds), 3),
-        rounds=[round(cpu.total * 1e6, 1) for cpu in tokens],
-    )
+        reading = {
+            "us_per_token": 1e6 * spent.total / extra,
+            "us_per_token_user": 1e6 * spent.user / extra,
+            "us_per_token_system": 1e6 * spent.system / extra,
+            "ms_per_request": 1e3 * (short.total - spent.total / extra * options.short * options.streams) / options.streams,
+            "frames_per_token": (many - few) / extra,
+        }
+        part.readings.append({name: round(value, 3) for name, value in reading.items()})
+        print(f"round {number + 1} of {options.rounds}: {part.readings[-1]['us_per_token']:.1f} µs a token", file=sys.stderr)
+    load_of = f"{options.streams} streams, {options.streams / options.step_ms * 1000:,.0f} tokens/s, {kind} completions"
+    figures = {"us_per_token": ("CPU time of a streamed token", "µs"), "ms_per_request": ("CPU time of a request", "ms")}
+    for name, (title, unit) in figures.items():
+        row = f"API process, {load_of}: {title}"
+        part.claims.append(Claim.of(row, "", [reading[name] for reading in part.readings], unit, needed=ROUNDS))
+    return part
 
 
-def main() -> None:
-    """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", type=Path, help="the base model's folder, for its tokenizer and template")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--short", type=int, default=32, help="tokens of a short answer")
-    parser.add_argument("--long", type=int, default=160, help="tokens of a long answer")
-    parser.add_argument("--step-ms", type=float, default=40.0, help="time between two tokens of a stream")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--chat", action="store_true", help="chat completions; text completions by default")
-    parser.add_argument("--profile", action="store_true", help="print the 40 functions that took longest, and no figures")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def run(options: argparse.Namespace, results: Results) -> None:
+    """The load into ``results``; with ``--profile`` where time went is printed instead."""
     with tempfile.TemporaryDirectory(prefix="graftwork-") as temporary:
         folder = Path(temporary)
         profile = folder / "profile" if options.profile else None
         with serving(options, folder, profile) as target:
-            report = asyncio.run(measure(options, target))
-        if profile is not None:
+            part = asyncio.run(measure(options, target))
+        if profile is None:
+            results.put(part)
+        else:
             pstats.Stats(str(profile)).sort_stats("tottime").print_stats(40)
-            return
-    if options.json:
-        print(json.dumps(asdict(report)))
-        return
-    print(f"{report.us_per_token} µs of CPU time per token ({report.us_per_token_user} user, {report.us_per_token_system} system)")
-    frames = f"{report.frames_per_token} frames per token"
-    print(f"{report.streams} streams, {report.tokens_per_s} tokens/s, {frames}, rounds {report.rounds}")
-    print(f"{report.ms_per_request} ms per request beside its tokens")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_base(parser, ", for its tokenizer and template")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--short", type=int, default=32, help="tokens of a short answer")
+    parser.add_argument("--long", type=int, default=160, help="tokens of a long answer")
+    parser.add_argument("--step-ms", type=float, default=40.0, help="time between two tokens of a stream")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--chat", action="store_true", help="chat completions; text completions by default")
+    parser.add_argument("--profile", action="store_true", help="print the 40 functions that took longest, and no figures")
+    add_output(parser)
+    options = parser.parse_args(arguments)
+    check_base(parser, options)
+    if not (options.base / "tokenizer.json").is_file():
+        parser.error(f"--base {options.base} has no tokenizer.json; `make base` prepares one in .data/base")
+    for name in ("streams", "short", "rounds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: give at least 1")
+    if options.long <= options.short:
+        parser.error(f"--long {options.long}: give more than --short {options.short}")
+    if not options.step_ms > 0:
+        parser.error(f"--step-ms {options.step_ms}: give more than 0")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a table or JSON; 1 if the measurement failed, 130 if it was interrupted."""
+    options = parse(arguments)
+    return conclude("api", options.base.name, options, lambda results: run(options, results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ Peers are started for the first row that needs them and ended before a row that 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,15 +15,23 @@ from typing import Literal
 
 from graftwork_server import SERVE_OPTIONS, OurServer, our_server, publish
 from load import Felt
+from machine import Machine
+from peers import llama_cpp, llama_source, vllm, vllm_program
 from results import BenchmarkFailed
 from servers import Contender
-from serving_rows import ADAPTERS, RANK, Row, Size, load_of
+from serving_rows import ADAPTERS, PEER_NAMES, RANK, Mix, Row, Size, load_of
 
 Kind = Literal["vllm", "llamacpp", "peft"]
 Say = Callable[[str], None]
 
-PROBE_OUTPUT = 8
-"""Tokens a request when variants are compared."""
+PROBE_OUTPUT = 16
+"""Tokens a request when variants are compared, after every adapter has been used once."""
+
+WARM_OUTPUT, WARM_SEED, PROBE_SEED = 2, -1, -2
+"""No reading has these seeds: prompts must not be found in a prefix cache."""
+
+SLOW_BF16 = 0.1
+"""A processor whose matrix products in bf16 are slower than this share of those in fp32 has no instructions for them."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,15 @@ class Peer:
     where: Path
     slots: tuple[int, ...]
     python: Path
+
+    def check(self) -> None:
+        """Raise `BenchmarkFailed` where it cannot be started: now, and not after an hour."""
+        if self.kind == "vllm":
+            vllm_program(self.where)
+        if self.kind == "llamacpp":
+            llama_source(self.where)
+            if shutil.which(self.python) is None:
+                raise BenchmarkFailed(f"--llama-python {self.python} is no program")
 
     @classmethod
     def parse(cls, text: str, slots: str, python: Path = Path(sys.executable)) -> Peer:
@@ -53,21 +71,43 @@ class Peer:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a peer: with adapters or without, and vLLM's slots or PEFT's element type."""
+    """One way to run a peer: with adapters or without, the element type ("": its own), and vLLM's slots for adapters."""
 
     peer: Peer
     adapters: bool
-    setting: str
+    dtype: str = ""
+    slots: int = 0
+
+    def __str__(self) -> str:
+        slots = f"{self.slots} slots" if self.slots else ""
+        return ", ".join(text for text in (PEER_NAMES[self.peer.kind], self.dtype, slots) if text)
 
 
-def variants(peer: Peer, adapters: bool) -> list[Variant]:
+def element_types(floors: Machine) -> tuple[str, ...]:
+    """Those worth trying on this machine, the likely faster first: a peer is not held to bf16 where it has no instructions."""
+    return ("bfloat16", "float32") if floors.gemm_bf16 >= SLOW_BF16 * floors.gemm_fp32 else ("float32",)
+
+
+def variants(peer: Peer, adapters: bool, dtypes: Sequence[str]) -> list[Variant]:
     """All that are to be tried. A peer's base is measured without the price of adapters."""
-    settings: Sequence[str] = ("",)
-    if peer.kind == "vllm" and adapters:
-        settings = [str(number) for number in peer.slots]
+    if peer.kind == "vllm":
+        return [Variant(peer, adapters, dtypes[0], slots) for slots in (peer.slots if adapters else (0,))]
     if peer.kind == "peft":
-        settings = ("bfloat16", "float32")
-    return [Variant(peer, adapters, setting) for setting in settings]
+        return [Variant(peer, adapters, dtype) for dtype in dtypes]
+    return [Variant(peer, adapters)]
+
+
+def warm(contender: Contender, row: Row, mix: Mix, size: Size) -> None:
+    """One short request for each stream: what is done once, as loading adapters, is not a part of any reading."""
+    few = replace(size, requests_per_stream=1, output=min(WARM_OUTPUT, size.output))
+    requests = replace(load_of(row, mix, few, WARM_SEED), zipf=0.0)
+    accept(contender, contender.measure(requests, lambda: None))
+
+
+def accept(contender: Contender, felt: Felt) -> None:
+    """Raise `BenchmarkFailed` if a request failed."""
+    if felt.errors:
+        raise BenchmarkFailed(f"{len(felt.errors)} requests to {contender.name} failed, the first with {felt.errors[0]}")
 
 
 @dataclass
@@ -79,6 +119,7 @@ class Arena:
     work: Path
     folders: Mapping[str, Path]
     peers: Sequence[Peer]
+    dtypes: Sequence[str]
     _stack: contextlib.ExitStack
     _up: dict[Variant, tuple[Contender, contextlib.ExitStack]] = field(default_factory=dict)
     _fastest: dict[tuple[str, Peer], Variant] = field(default_factory=dict)
@@ -92,6 +133,7 @@ class Arena:
         folders: Mapping[str, Path],
         names: frozenset[str],
         peers: Sequence[Peer],
+        dtypes: Sequence[str],
         serve_options: Sequence[str],
         say: Say,
     ) -> Iterator[Arena]:
@@ -101,7 +143,7 @@ class Arena:
             ours = stack.enter_context(our_server(base, work / "data", [*SERVE_OPTIONS, *serve_options]))
             say(f"ready after {ours.start_s:.1f} s; publishing {len(names)} adapters")
             publish(ours, {name: folders[name] for name in folders if name in names})
-            yield cls(ours, base, work, folders, peers, stack)
+            yield cls(ours, base, work, folders, peers, dtypes, stack)
 
     def contenders(self) -> list[Contender]:
         """All that are up."""
@@ -115,30 +157,29 @@ class Arena:
         return [(variant.peer.kind, self._start(variant, say)) for variant in chosen]
 
     def _choose(self, peer: Peer, row: Row, size: Size, say: Say) -> Variant:
-        candidates = variants(peer, bool(row.adapters))
+        candidates = variants(peer, bool(row.adapters), self.dtypes)
         if len(candidates) == 1:
             return candidates[0]
         if (row.name, peer) not in self._fastest:
             rates = {}
             for variant in candidates:
                 contender = self._start(variant, say)
-                felt = self._probe(contender, row, size)
-                say(f"{row.name}: {contender.name} tried with one request a stream: {felt.output_tokens_per_s:.1f} tokens/s")
-                rates[variant] = felt.output_tokens_per_s
+                rates[variant] = self._probe(contender, row, size).output_tokens_per_s
+                say(f"{row.name}: {contender.name} tried with one request a stream: {rates[variant]:.1f} tokens/s")
                 self._end(variant)  # one at a time: together they may not fit
             self._fastest[row.name, peer] = max(rates, key=lambda variant: rates[variant])
         return self._fastest[row.name, peer]
 
     def _probe(self, contender: Contender, row: Row, size: Size) -> Felt:
-        load = load_of(row, row.mix, replace(size, requests_per_stream=1, output=min(PROBE_OUTPUT, size.output)), seed=0)
-        felt = contender.measure(load, lambda: None)
-        if felt.errors:
-            raise BenchmarkFailed(f"{len(felt.errors)} requests to {contender.name} failed, the first with {felt.errors[0]}")
+        warm(contender, row, row.mix, size)
+        few = replace(size, requests_per_stream=1, output=min(PROBE_OUTPUT, size.output))
+        felt = contender.measure(load_of(row, row.mix, few, PROBE_SEED), lambda: None)
+        accept(contender, felt)
         return felt
 
     def _start(self, variant: Variant, say: Say) -> Contender:
         if variant not in self._up:
-            say(f"starting {variant.peer.kind} {variant.setting}".rstrip())
+            say(f"starting {variant}")
             stack = contextlib.ExitStack()
             self._stack.push(stack)
             self._up[variant] = self._contender(variant, stack), stack
@@ -151,18 +192,14 @@ class Arena:
     def _contender(self, variant: Variant, stack: contextlib.ExitStack) -> Contender:
         peer = variant.peer
         adapters = {name: self.folders[name] for name in ADAPTERS} if variant.adapters else {}
-        log = self.work / f"{peer.kind}-{'adapters' if adapters else 'base'}{variant.setting}.log"
+        log = self.work / f"{peer.kind}-{'adapters' if adapters else 'base'}{variant.slots or ''}.log"
         if peer.kind == "peft":
             from peft_batch import PeftBatch  # torch and transformers are loaded only where they take part
 
-            return PeftBatch(self.base, adapters, variant.setting)
+            return PeftBatch(self.base, adapters, variant.dtype)
         if peer.kind == "llamacpp":
-            from peers import llama_cpp
-
             return stack.enter_context(
                 llama_cpp(peer.where, self.base, adapters, python=peer.python, work=self.work / "gguf", log=log)
             )
-        from peers import vllm
-
-        max_loras = int(variant.setting or 0)
-        return stack.enter_context(vllm(peer.where, self.base, adapters, max_loras=max_loras, max_rank=RANK, log=log))
+        server = vllm(peer.where, self.base, adapters, dtype=variant.dtype, max_loras=variant.slots, max_rank=RANK, log=log)
+        return stack.enter_context(server)

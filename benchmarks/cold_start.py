@@ -13,21 +13,25 @@ import argparse
 import asyncio
 import contextlib
 import random
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import machine
 from graftwork_server import OurServer, our_server, publish
 from load import FIRST_TOKEN_ID, Outcome, Prompt, Target, client_of, send
 from make_adapters import vocabulary, write_adapters
-from results import BenchmarkFailed, Claim, Report, median, paired_ratios, show
-from servers import workspace
+from results import BenchmarkFailed, Claim, Part, Results, median, paired_ratios
+from runs import add_base, add_output, check_base, conclude
+from workspace import workspace
 
 RANK, SMALL_RANK = 16, 4
+LOADS, REGISTERED = 20, 1000
+"""What the bars are for."""
+
 BACKGROUND_OUTPUT = 512
 
 
@@ -125,33 +129,43 @@ def load_claims(loads: Sequence[Loaded], usual_s: float) -> list[Claim]:
     later = [1e3 * (one.cold_s - one.warm_s) for one in loads]
     pauses = [(one.cold_pause_s - one.warm_pause_s) / usual_s for one in loads]
     return [
-        Claim.of("first token of a cold adapter", "a warm one", later, "ms", 15.0, "at most"),
-        Claim.of("others' longest pause while it loads", "while it is warm", pauses, "steps", 1.0, "at most"),
+        Claim.of("first token of a cold adapter", "a warm one", later, "ms", 15.0, "at most", needed=LOADS),
+        Claim.of("others' longest pause while it loads", "while it is warm", pauses, "steps", 1.0, "at most", needed=LOADS),
         Claim.of("usual pause between tokens meanwhile", "", [1e3 * usual_s], "ms"),
     ]
 
 
-def measure(options: argparse.Namespace, report: Report) -> None:
-    """Loads, then starts, into ``report``."""
-    report.machine = {**machine.measure().as_json(), "base": options.base.name}
-    rng, vocab = random.Random(options.seed), vocabulary(options.base)
-    with workspace(options.work) as work:
+def measure(options: argparse.Namespace, results: Results) -> None:
+    """Loads, then starts, into ``results``."""
+    vocab = vocabulary(options.base)
+    with workspace(options.work, options.base) as work:
+        print("measuring the machine", file=sys.stderr)
+        facts = machine.measure().as_json()
         if options.loads:
-            names = [f"a{i}" for i in range(options.loads)]
-            folders = dict(zip(names, write_adapters(options.base, work / "adapters", options.loads, [RANK]), strict=True))
-            with our_server(options.base, work / "cold") as server:
-                publish(server, folders)
-                asyncio.run(measure_loads(server, names, 0, vocab, rng))  # brings their packed files to the local disk
-            with our_server(options.base, work / "cold") as server:
-                loads, usual_s = asyncio.run(measure_loads(server, names, options.streams, vocab, rng))
-            report.claims += load_claims(loads, usual_s)
-            report.readings += [{"what": "load", **vars(one)} for one in loads]
+            results.put(_loads(options, work, facts, vocab))
         if options.starts:
-            _starts(options, work, report)
+            results.put(_starts(options, work, facts))
 
 
-def _starts(options: argparse.Namespace, work: Path, report: Report) -> None:
+def _loads(options: argparse.Namespace, work: Path, facts: dict[str, Any], vocab: int) -> Part:
+    """Each adapter cold and warm, on a server whose local disk has them all."""
+    rng, names = random.Random(options.seed), [f"a{i}" for i in range(options.loads)]
+    folders = dict(zip(names, write_adapters(options.base, work / "adapters", options.loads, [RANK]), strict=True))
+    with our_server(options.base, work / "cold") as server:
+        print(f"publishing {options.loads} adapters", file=sys.stderr)
+        publish(server, folders)
+        asyncio.run(measure_loads(server, names, 0, vocab, rng))  # brings their packed files to the local disk
+    print(f"loading {options.loads} adapters beside {options.streams} streams", file=sys.stderr)
+    with our_server(options.base, work / "cold") as server:
+        loads, usual_s = asyncio.run(measure_loads(server, names, options.streams, vocab, rng))
+    part = Part("loads", facts, {"loads": options.loads, "streams": options.streams}, load_claims(loads, usual_s))
+    part.readings += [vars(one) for one in loads]
+    return part
+
+
+def _starts(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> Part:
     """Starts over two data directories in turn, one with one adapter and one with many."""
+    part = Part("starts", facts, {"starts": options.starts, "registered": options.registered})
     small = write_adapters(options.base, work / "adapters", options.registered, [SMALL_RANK], stem="s")
     counts = {1: work / "start-1", options.registered: work / f"start-{options.registered}"}
     for count, folder in counts.items():
@@ -159,53 +173,45 @@ def _starts(options: argparse.Namespace, work: Path, report: Report) -> None:
         with our_server(options.base, folder) as server:
             publish(server, {path.name: path for path in small[:count]})
     times: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(options.starts):
+    for number in range(options.starts):
         for count, folder in counts.items():
             with our_server(options.base, folder) as server:
                 times[count].append(server.start_s)
-            report.readings.append({"what": "start", "registered": count, "seconds": times[count][-1]})
+            part.readings.append({"registered": count, "seconds": times[count][-1]})
+            print(f"start {number + 1} of {options.starts} with {count}: {times[count][-1]:.2f} s", file=sys.stderr)
     first, many = times.values()
     name = f"start with {options.registered} adapters"
-    report.claims.append(Claim.of(name, "with 1", paired_ratios(many, first), "×", 1.1, "at most"))
-    report.claims.append(Claim.of(f"{name}, seconds", "", many, "s"))
+    note = "" if options.registered >= REGISTERED else f"{options.registered} of {REGISTERED:,} adapters"
+    part.claims.append(Claim.of(name, "with 1", paired_ratios(many, first), "×", 1.1, "at most", note=note))
+    part.claims.append(Claim.of(f"{name}, seconds", "", many, "s"))
+    return part
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Measure cold adapters, and starts with few and many adapters.")
-    parser.add_argument("--base", type=Path, required=True, help="the base model's folder")
-    parser.add_argument("--loads", type=int, default=20, help="cold adapters; 0 leaves them out")
+    add_base(parser, "")
+    parser.add_argument("--loads", type=int, default=LOADS, help="cold adapters; 0 leaves them out")
     parser.add_argument("--streams", type=int, default=4, help="streams of the base that run meanwhile")
     parser.add_argument("--starts", type=int, default=5, help="starts of each kind; 0 leaves them out")
-    parser.add_argument("--registered", type=int, default=1000, help="adapters of the full server that is started")
+    parser.add_argument("--registered", type=int, default=REGISTERED, help="adapters of the full server that is started")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--work", type=Path, help="folder that keeps adapters and data for the next run")
-    parser.add_argument("--out", type=Path, help="write the result as JSON here")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output(parser)
     options = parser.parse_args(arguments)
     for name, least in (("loads", 0), ("streams", 1), ("starts", 0), ("registered", 2)):
         if getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)}: give at least {least}")
-    if not (options.base / "config.json").is_file():
-        parser.error(f"--base {options.base} has no config.json; `make base` prepares one in .data/base")
-    options.base = options.base.absolute()
+    if not (options.loads or options.starts):
+        parser.error("--loads 0 and --starts 0 leave nothing to measure")
+    check_base(parser, options)
     return options
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print a table or JSON; 1 if the measurement failed, 130 if it was interrupted."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Terminated"))  # not without ending the servers
-    report, status = Report("cold_start", {}), 0
-    try:
-        measure(options, report)
-    except BenchmarkFailed as error:
-        print(f"Error: {error}", file=sys.stderr)
-        status = 1
-    except KeyboardInterrupt:
-        status = 130
-    show(report, as_json=options.json, out=options.out)
-    return status
+    return conclude("cold_start", options.base.name, options, lambda results: measure(options, results))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx2
@@ -73,14 +74,19 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Felt:
-    """What a load's users felt: tokens a second, and milliseconds as [median, 99th percentile]."""
+    """What a load's users felt: tokens a second, and milliseconds as [median, 99th percentile].
+
+    ``per_token_ms`` is, for each request, the time from its first chunk to its last over its tokens but one: a chunk may hold
+    several tokens, so the time between two chunks (``between_chunks_ms``) says nothing of a step.
+    """
 
     requests: int
     errors: list[str]
     seconds: float
     output_tokens_per_s: float
     ttft_ms: list[float]
-    inter_token_ms: list[float]
+    per_token_ms: list[float]
+    between_chunks_ms: list[float]
 
 
 def model_names(text: str) -> list[str]:
@@ -176,20 +182,22 @@ async def run(target: Target, load: Load, on_done: Callable[[], None] = lambda: 
 def summary(outcomes: list[Outcome], seconds: float) -> Felt:
     """What ``outcomes`` were like; those that failed count only as errors."""
     good = [o for o in outcomes if o.error is None]
-    gaps = [b - a for o in good for a, b in zip(o.chunk_times, o.chunk_times[1:], strict=False)]
+    gaps = [b - a for o in good for a, b in pairwise(o.chunk_times)]
+    each = [(o.chunk_times[-1] - o.chunk_times[0]) / (o.output_tokens - 1) for o in good if o.output_tokens > 1 and o.chunk_times]
     return Felt(
         requests=len(good),
         errors=[o.error for o in outcomes if o.error is not None],
         seconds=round(seconds, 3),
         output_tokens_per_s=round(sum(o.output_tokens for o in good) / seconds, 2),
         ttft_ms=milliseconds([o.chunk_times[0] - o.began for o in good if o.chunk_times]),
-        inter_token_ms=milliseconds(gaps),
+        per_token_ms=milliseconds(each),
+        between_chunks_ms=milliseconds(gaps),
     )
 
 
 def milliseconds(seconds: list[float]) -> list[float]:
     """Median and 99th percentile in milliseconds; empty for no readings."""
-    return [round(percentile(seconds, q) * 1000, 1) for q in (0.5, 0.99)] if seconds else []
+    return [round(percentile(seconds, q) * 1000, 3) for q in (0.5, 0.99)] if seconds else []
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

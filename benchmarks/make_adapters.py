@@ -9,27 +9,40 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from results import BenchmarkFailed
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def projection_shapes(base: Path) -> dict[str, list[int]]:
-    """[out, in] of every decoder projection of the base, by module path."""
+    """[out, in] of every decoder projection of the base, by module path; raises `BenchmarkFailed` for weights that are none."""
     shapes: dict[str, list[int]] = {}
     for shard in sorted(base.glob("*.safetensors")):
-        with safe_open(shard, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                module = name.removesuffix(".weight")
-                if module.rpartition(".")[2] in TARGETS:
-                    shapes[module] = tensors.get_slice(name).get_shape()
+        try:
+            with safe_open(shard, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    module = name.removesuffix(".weight")
+                    if module.rpartition(".")[2] in TARGETS:
+                        shapes[module] = tensors.get_slice(name).get_shape()
+        except (OSError, SafetensorError) as error:
+            raise BenchmarkFailed(f"{shard} cannot be read: {error}") from error
     return shapes
 
 
+def adapter_bytes(base: Path, rank: int) -> int:
+    """Bytes of the weights of one adapter of `write_adapter`."""
+    return 2 * rank * sum(sum(shape) for shape in projection_shapes(base).values())
+
+
 def vocabulary(base: Path) -> int:
-    """Token ids of a base are below it."""
-    return int(json.loads((base / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    """Token ids of a base are below it; raises `BenchmarkFailed` for no base."""
+    try:
+        return int(json.loads((base / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchmarkFailed(f"{base / 'config.json'} names no vocabulary ({error!r}); is it a language model's?") from error
 
 
 def write_adapter(folder: Path, shapes: dict[str, list[int]], rank: int, seed: int) -> None:
@@ -50,10 +63,10 @@ def write_adapter(folder: Path, shapes: dict[str, list[int]], rank: int, seed: i
 
 
 def write_adapters(base: Path, out: Path, count: int, ranks: Sequence[int], stem: str = "a") -> list[Path]:
-    """``out``/``stem``0 and so on, ranks dealt in turn; those that are there are kept. Raises ValueError for no base."""
+    """``out``/``stem``0 and so on, ranks dealt in turn; those that are there are kept. Raises `BenchmarkFailed` for no base."""
     shapes = projection_shapes(base)
     if not shapes:
-        raise ValueError(f"{base} holds no decoder projections; name a folder of a base model in Hugging Face's format")
+        raise BenchmarkFailed(f"{base} holds no decoder projections; name a folder of a base model in Hugging Face's format")
     folders = [out / f"{stem}{i}" for i in range(count)]
     for i, folder in enumerate(folders):
         if not (folder / "adapter_model.safetensors").exists():
@@ -72,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         ranks = [int(rank) for rank in options.ranks.split(",")]
         write_adapters(options.base, options.out, options.count, ranks)
-    except ValueError as error:
+    except (BenchmarkFailed, ValueError) as error:
         parser.error(str(error))
     return 0
 

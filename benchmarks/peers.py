@@ -25,18 +25,16 @@ SLOTS = 32
 
 @contextlib.contextmanager
 def vllm(
-    venv: Path, base: Path, adapters: Mapping[str, Path], *, max_loras: int, max_rank: int, log: Path
+    venv: Path, base: Path, adapters: Mapping[str, Path], *, dtype: str, max_loras: int, max_rank: int, log: Path
 ) -> Iterator[HttpContender]:
     """vLLM from the virtual environment ``venv``; without ``adapters`` with LoRA off. Raises `BenchmarkFailed`."""
-    program = venv / "bin" / "vllm"
-    if not program.exists():
-        raise BenchmarkFailed(f"there is no {program}; install vLLM's CPU build there, or leave --peer vllm out")
+    program = vllm_program(venv)
     port = free_port()
     command: list[str | Path] = [program, "serve", base, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--served-model-name", BASE_NAME, "--max-model-len", str(CONTEXT), "--dtype", "bfloat16"]
-    name = "vLLM"
+    command += ["--served-model-name", BASE_NAME, "--max-model-len", str(CONTEXT), "--dtype", dtype]
+    name = f"vLLM, {dtype}"
     if adapters:
-        name = f"vLLM, {max_loras} slots"
+        name = f"vLLM, {dtype}, {max_loras} slots"
         command += ["--enable-lora", "--max-loras", str(max_loras), "--max-cpu-loras", str(max(max_loras, len(adapters)))]
         command += ["--max-lora-rank", str(max_rank), "--lora-modules", *(f"{key}={path}" for key, path in adapters.items())]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -44,6 +42,14 @@ def vllm(
         url = f"http://127.0.0.1:{port}"
         wait_until_up(name, child, url, log)
         yield HttpContender(name, Target(url), child.pid)
+
+
+def vllm_program(venv: Path) -> Path:
+    """The program that starts vLLM; raises `BenchmarkFailed`."""
+    program = venv / "bin" / "vllm"
+    if not program.exists():
+        raise BenchmarkFailed(f"there is no {program}; install vLLM's CPU build there, or leave --peer vllm out")
+    return program
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class PeftBatch:
                 on_done()
         seconds = time.perf_counter() - began
         self._used += time.process_time() - before
-        return Felt(len(asked), [], round(seconds, 3), round(len(asked) * load.output / seconds, 2), [], [])
+        return Felt(len(asked), [], round(seconds, 3), round(len(asked) * load.output / seconds, 2), [], [], [])
 
     def cpu_seconds(self) -> float:
         """What its batches have used: between them it is idle, and this process is the load's too."""

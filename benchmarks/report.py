@@ -1,6 +1,6 @@
 """Puts results of the benchmarks into `docs/performance.md`: one table and two pictures. Measures nothing.
 
-    report.py RESULT.json … [--docs FOLDER]
+    report.py RESULT.json … [--docs FOLDER] [--json]
 
 Of two results of one benchmark the later on the command line counts.
 """
@@ -14,27 +14,48 @@ from pathlib import Path
 from typing import Any
 
 from charts import Bar, Group, bar_chart
-from results import BenchmarkFailed, Claim, Report, amount, median
+from results import BenchmarkFailed, Claim, Report, as_text, median
 
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-ORDER = ("serving", "kernels", "cold_start", "step")
+ORDER = ("serving", "kernels", "cold_start", "step", "api")
 THROUGHPUT, ROOFLINE = "performance-serving.svg", "performance-kernels.svg"
 
 
-def table(reports: Mapping[str, Report]) -> str:
-    """Every claim that has a bar, and serving's others: the rest is in the results themselves."""
-    lines = ["| measured | against | median | least … most | bar | holds |", "|---|---|---|---|---|---|"]
-    for name in [*ORDER, *sorted(set(reports) - set(ORDER))]:
-        if name in reports:
-            lines += [_line(claim) for claim in reports[name].claims if claim.bar is not None or name == "serving"]
+def shown(reports: Mapping[str, Report]) -> list[Claim]:
+    """Every claim but the operators' that have no bar: those are in the picture, and in the results themselves."""
+    names = [*ORDER, *sorted(set(reports) - set(ORDER))]
+    return [
+        claim for name in names if name in reports for claim in reports[name].claims if claim.bar is not None or name != "kernels"
+    ]
+
+
+def table(claims: Sequence[Claim]) -> str:
+    """In Markdown."""
+    lines = ["| measured | against | median | least … most | bar | holds | remarks |", "|---|---|---|---|---|---|---|"]
+    for claim in claims:
+        *cells, holds = claim.cells
+        lines.append(f"| {' | '.join([*cells, '**no**' if holds == 'no' else holds, claim.remarks])} |")
     return "\n".join(lines)
 
 
-def _line(claim: Claim) -> str:
-    bar = "" if claim.bar is None else f"{claim.direction} {amount(claim.bar, claim.unit)}"
-    holds = {None: "", True: "yes", False: "**no**"}[claim.holds]
-    spread = f"{amount(claim.least, '')} … {amount(claim.most, '')}"
-    return f"| {claim.row} | {claim.against} | {amount(claim.value, claim.unit)} | {spread} | {bar} | {holds} |"
+def as_json(reports: Mapping[str, Report]) -> str:
+    """What `table` shows, and the machines with the parts that were measured on each."""
+    machines = [
+        {"benchmark": name, "parts": parts, **facts} for name, report in reports.items() for facts, parts in machines_of(report)
+    ]
+    return as_text({"claims": [claim.as_json() for claim in shown(reports)], "machines": machines})
+
+
+def machines_of(report: Report) -> list[tuple[dict[str, Any], list[str]]]:
+    """The machine as each run found it, with the parts of that run; those that name none are left out."""
+    found: list[tuple[dict[str, Any], list[str]]] = []
+    for part in report.parts:
+        known = [parts for facts, parts in found if facts == part.machine]
+        if known:
+            known[0].append(part.name)
+        elif part.machine:
+            found.append((part.machine, [part.name]))
+    return found
 
 
 def throughput_chart(report: Report) -> str:
@@ -67,19 +88,24 @@ def machine_line(facts: Mapping[str, Any]) -> str:
 
 
 def write(reports: Mapping[str, Report], docs: Path) -> None:
-    """Replace what stands between the marks of docs/performance.md, and the pictures. Raises `BenchmarkFailed`."""
+    """Replace what stands between the marks of performance.md, which is made if it is missing, and the pictures.
+
+    Raises `BenchmarkFailed`.
+    """
     page = docs / "performance.md"
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    docs.mkdir(parents=True, exist_ok=True)
+    text = page.read_text(encoding="utf-8") if page.exists() else f"# Performance\n\n{BEGIN}\n{END}\n"
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise BenchmarkFailed(f"{page} must have one line {BEGIN} and one {END}; the table goes between them")
-    parts = ["", table(reports), ""]
+    parts = ["", table(shown(reports)), ""]
     if "serving" in reports and reports["serving"].readings:
         (docs / THROUGHPUT).write_text(throughput_chart(reports["serving"]), encoding="utf-8")
         parts += [f"![Output tokens a second of each server]({THROUGHPUT})", ""]
-    if "kernels" in reports and reports["kernels"].readings:
+    if "kernels" in reports and any(reading.get("roofline") for reading in reports["kernels"].readings):
         (docs / ROOFLINE).write_text(roofline_chart(reports["kernels"]), encoding="utf-8")
         parts += [f"![Share of the roofline by operator]({ROOFLINE})", ""]
-    parts += [f"{name}: {machine_line(report.machine)}\n" for name, report in reports.items() if "read_gb_s" in report.machine]
+    for name, report in reports.items():
+        parts += [f"{name} ({', '.join(of)}): {machine_line(facts)}\n" for facts, of in machines_of(report)]
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     page.write_text(before + BEGIN + "\n".join(parts) + "\n" + END + after, encoding="utf-8")
 
@@ -88,15 +114,19 @@ def main(arguments: Sequence[str]) -> int:
     """Write the page; 1 if a result cannot be read."""
     parser = argparse.ArgumentParser(description="Put benchmark results into docs/performance.md.")
     parser.add_argument("results", type=Path, nargs="+", help="files that the benchmarks wrote with --out")
-    parser.add_argument("--docs", type=Path, default=Path(__file__).resolve().parents[1] / "docs")
+    docs = Path(__file__).resolve().parents[1] / "docs"
+    parser.add_argument("--docs", type=Path, default=docs, help="folder of performance.md and its pictures")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON too")
     options = parser.parse_args(arguments)
     try:
         reports = {report.benchmark: report for report in map(Report.read, options.results)}
         write(reports, options.docs)
-    except (BenchmarkFailed, ValueError) as error:
+    except (BenchmarkFailed, OSError, ValueError, KeyError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    print(f"{options.docs / 'performance.md'} shows {', '.join(reports)}")
+    if options.json:
+        print(as_json(reports))
+    print(f"{options.docs / 'performance.md'} shows {', '.join(reports)}", file=sys.stderr)
     return 0
 
 

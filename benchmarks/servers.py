@@ -8,12 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,25 +63,6 @@ class HttpContender:
 
 
 @contextlib.contextmanager
-def workspace(chosen: Path | None) -> Iterator[Path]:
-    """A folder for adapters, data and logs: the chosen one is kept, another is removed unless the benchmark failed."""
-    if chosen is not None:
-        chosen.mkdir(parents=True, exist_ok=True)
-        yield chosen.absolute()
-        return
-    path = Path(tempfile.mkdtemp(prefix="graftwork-bench-"))
-    try:
-        yield path
-    except BenchmarkFailed:
-        print(f"Logs and data are kept in {path}", file=sys.stderr)
-        raise
-    except BaseException:
-        shutil.rmtree(path)
-        raise
-    shutil.rmtree(path)
-
-
-@contextlib.contextmanager
 def process(
     name: str, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None, *, pipe: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
@@ -116,8 +94,14 @@ def end_session(child: subprocess.Popen[str]) -> None:
     """Ask the first process to end, then end whoever of its session is left: servers put their children in groups of their own."""
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(STOP_LIMIT_S)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(STOP_LIMIT_S)
+    finally:  # who is interrupted a second time waits no longer, and still leaves nobody behind
+        _kill_session(child)
+
+
+def _kill_session(child: subprocess.Popen[str]) -> None:
     give_up = time.monotonic() + STOP_LIMIT_S
     while (left := [number for number, fields in _of_session(child.pid) if fields[0] != "Z"]) and time.monotonic() < give_up:
         for number in left:

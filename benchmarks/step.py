@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from types import SimpleNamespace
@@ -42,11 +42,20 @@ from graftwork_engine.sessions import Session, SessionTable
 from graftwork_kernels.implementation import Implementation
 from graftwork_kernels.layout import SamplingBatch, empty_adapter_memory
 from graftwork_kernels.ops import Operators
+from results import REPEATS, Claim, Part, Results, percentile
+from runs import add_output, conclude
 
 VOCAB, HIDDEN, BLOCK, CONTEXT = 64, 576, 16, 8192
 NUM_ADAPTERS = 32
 PROMPT = 48
 PARTS = ("schedule", "batch", "sample", "results", "update", "hand over", "route", "encode")
+
+FIGURES = (*PARTS, "total", "least", "95th")
+BARS_MS = {64: 1.0, 256: 2.0}
+"""What the whole may take, by the number of running requests."""
+
+ROUNDS, STEPS = REPEATS, 100
+NO_BASE = "a model that costs nothing"
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -269,44 +278,79 @@ class Bench:
         self._core.add(request)
 
 
-def measure(case: Case, running: int, steps: int) -> dict[str, float | int | str]:
-    """Median milliseconds of each part and of the whole over ``steps`` steps, after some to warm up."""
+def measure(case: Case, running: int, steps: int) -> Part:
+    """Milliseconds of each part and of the whole: medians of `ROUNDS` times ``steps`` steps, after some to warm up."""
     bench = Bench(case, running)
     for _ in range(10):
         bench.step()
     gc.collect()
     gc.freeze()  # as an engine does before it serves
-    readings = [bench.step() for _ in range(steps)]
-    parts = {name: statistics.median(column) for name, column in zip(PARTS, zip(*readings, strict=True), strict=True)}
-    totals = [sum(reading) for reading in readings]
-    row = {**parts, "total": statistics.median(totals), "least": min(totals), "95th": statistics.quantiles(totals, n=20)[-1]}
-    return {"case": case.name, "running": running, **{name: round(value, 3) for name, value in row.items()}}
+    try:
+        readings = [reading(bench, steps) for _ in range(ROUNDS)]
+    finally:
+        gc.unfreeze()
+    note = f"{steps} of {STEPS} steps a repetition" if steps < STEPS else ""
+    title = f"overhead of a step, {running} requests, {case.name}"
+    claim = Claim.of(title, "", [one["total"] for one in readings], "ms", BARS_MS.get(running), "at most", note=note)
+    named = [{"case": case.name, "running": running, **one} for one in readings]
+    return Part(f"{case.name}, {running}", {}, {"steps": steps, "running": running}, [claim], named)
 
 
-def show(row: dict[str, float | int | str]) -> str:
-    """One line of the table."""
-    first, *rest = row.values()
-    return f"{first:28}" + "".join(f"{value:>11.3f}" if isinstance(value, float) else f"{value:>11}" for value in rest)
+def reading(bench: Bench, steps: int) -> dict[str, float]:
+    """Each of `FIGURES`, in milliseconds."""
+    parts = [bench.step() for _ in range(steps)]
+    totals = [sum(times) for times in parts]
+    medians = {name: statistics.median(column) for name, column in zip(PARTS, zip(*parts, strict=True), strict=True)}
+    figures = {**medians, "total": statistics.median(totals), "least": min(totals), "95th": percentile(totals, 0.95)}
+    return {name: round(ms, 4) for name, ms in figures.items()}
 
 
-def main() -> None:
-    """Command line."""
+def line(part: Part) -> str:
+    """One line of the table: of each figure the median over the rounds."""
+    first = part.readings[0]
+    figures = [statistics.median(one[name] for one in part.readings) for name in FIGURES]
+    return f"{first['case']:28}{first['running']:>11}" + "".join(f"{value:>11.3f}" for value in figures)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", default="64,256", help="comma list of numbers of running requests")
-    parser.add_argument("--steps", type=int, default=200, help="measured in each case")
-    parser.add_argument("--cases", default="", help=f"list out of: {'; '.join(case.name for case in CASES)}")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON for each row instead of a table")
-    options = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"measured in each case, {ROUNDS} times")
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", help=f"list out of: {'; '.join(names)}, with a semicolon between them")
+    add_output(parser)
+    options = parser.parse_args(arguments)
+    numbers = options.running.split(",")
+    if not all(number.isascii() and number.isdigit() and int(number) > 0 for number in numbers):
+        parser.error(f"--running {options.running}: give numbers above 0, as 64,256")
+    options.running = [int(number) for number in numbers]
+    wanted = names if options.cases is None else [name.strip() for name in options.cases.split(";")]
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"--cases: no case is called {', '.join(map(repr, unknown))}; there are {'; '.join(names)}")
+    options.cases = [case for case in CASES if case.name in wanted]
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: give at least 1")
+    return options
+
+
+def run(options: argparse.Namespace, results: Results) -> None:
+    """Every case into ``results``."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    wanted = [case for case in CASES if not options.cases or case.name in options.cases.split("; ")]
-    if not options.json:
-        print(show({name: name for name in ("case", "running", *PARTS, "total", "least", "95th")}))
-    for running in options.running.split(","):
-        for case in wanted:
-            row = measure(case, int(running), options.steps)
-            print(json.dumps(row) if options.json else show(row), flush=True)
+    print(f"{'case':28}{'running':>11}" + "".join(f"{name:>11}" for name in FIGURES), file=sys.stderr)
+    for running in options.running:
+        for case in options.cases:
+            part = measure(case, running, options.steps)
+            print(line(part), file=sys.stderr, flush=True)
+            results.put(part)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a table or JSON; 1 if the result cannot be written, 130 if it was interrupted."""
+    options = parse(arguments)
+    return conclude("step", NO_BASE, options, lambda results: run(options, results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

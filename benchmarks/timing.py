@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from machine import Machine
-from results import Claim, Direction
+from results import NEAR_REPEATS, Claim, Direction
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 50
 
@@ -41,18 +42,26 @@ class Bar(Protocol):
 
 @dataclass(frozen=True)
 class RatioBar:
-    """Time of candidate ``above`` over that of ``below``, round by round."""
+    """Time of candidate ``above`` over that of ``below``, round by round; of both only what they take beyond ``without``."""
 
     what: str
     above: str
     below: str
-    bar: float
-    direction: Direction
+    bar: float | None = None
+    direction: Direction = "at least"
+    without: str | None = None
 
     def claim(self, case: str, timed: Mapping[str, Timed], floors: Machine) -> Claim:  # noqa: ARG002 - the protocol's
         """See `Bar`."""
-        ratios = [a / b for a, b in zip(timed[self.above].rounds, timed[self.below].rounds, strict=True)]
+        above, below = timed[self.above].rounds, timed[self.below].rounds
+        base = timed[self.without].rounds if self.without else [0.0] * len(above)
+        ratios = [_ratio(a - c, b - c) for a, b, c in zip(above, below, base, strict=True)]
         return Claim.of(f"{case}: {self.what}", "", ratios, "×", self.bar, self.direction)
+
+
+def _ratio(above: float, below: float) -> float:
+    """Infinite where the second was lost in the noise: one such round moves no median, and a median of them meets no bar."""
+    return above / below if below > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -84,16 +93,21 @@ class Case:
 
 
 def run_case(case: Case, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> dict[str, Timed]:
-    """Rounds of all candidates until ``budget_s`` a candidate is used up, after one that warms up."""
+    """Rounds of all candidates until ``budget_s`` a candidate is used up, after one that warms up.
+
+    Every other round goes backwards, so that a machine that slows down all the while favours nobody. A case with bars has never
+    fewer than a bar near 1 needs.
+    """
     timed = {name: Timed() for name in case.candidates}
     for work in case.candidates.values():
         work()
-    began = clock()
+    began, order, least = clock(), list(case.candidates), NEAR_REPEATS if case.bars else LEAST_ROUNDS
     for number in range(MOST_ROUNDS):
-        if number >= LEAST_ROUNDS and clock() - began >= budget_s * len(timed):
+        if number >= least and clock() - began >= budget_s * len(timed):
             break
-        for name, work in case.candidates.items():
+        for name in order:
             start = clock()
-            work()
+            case.candidates[name]()
             timed[name].rounds.append(clock() - start)
+        order.reverse()
     return timed

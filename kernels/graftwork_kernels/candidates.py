@@ -26,14 +26,15 @@ from graftwork_kernels.choice import (
     METHODS,
     REFERENCE,
     Choice,
+    Measured,
     Verdict,
     check_pins,
     choice_file,
     decide,
     pinned,
-    read_verdicts,
+    read_measured,
     table,
-    write_verdicts,
+    write_measured,
 )
 from graftwork_kernels.cpu.build import machine
 from graftwork_kernels.cpu.issue import Issuer
@@ -136,8 +137,9 @@ def choose(
     """Which implementation of ``found`` each operator is to have; one of them is the reference.
 
     What is measured is kept in ``folder`` and not measured again under the same `conditions`. On a busy machine the processor time
-    of one thread is measured, which others cannot take, and measured again at the next start. ``pins`` maps operators (or "all")
-    to implementations; ``unavailable`` says why this machine lacks one. Raises `graftwork_kernels.choice.BadPin`.
+    of one thread is measured, which others cannot take; that is kept as provisional, used by later starts on a busy machine, and
+    replaced by the first on a quiet one. ``pins`` maps operators (or "all") to implementations; ``unavailable`` says why this
+    machine lacks one. Raises `graftwork_kernels.choice.BadPin`.
     """
     pins = pins or {}
     check_pins(pins, unavailable or {})
@@ -145,22 +147,36 @@ def choose(
         return decide({}, pins)
     where = conditions(sizes, found, fingerprint)
     file = choice_file(folder, where)
-    verdicts = read_verdicts(file)
+    kept = read_measured(file)
+    if kept is not None and any(not set(verdict.cost) <= set(found) for verdict in kept.verdicts.values()):
+        kept = None
     source = f"as {file.name} has it"
-    if verdicts is None or any(not set(verdict.cost) <= set(found) for verdict in verdicts.values()):
-        started = time.monotonic()
-        if (is_busy or machine_is_busy)():
+    if kept is None or kept.is_provisional:
+        if not (is_busy or machine_is_busy)():
+            kept, source = _measure_quiet(sizes, found, clock)
+            _keep(file, where, kept)
+        elif kept is None:
             with _one_thread():
-                verdicts = measure(sizes, found, thread_clock)
-            source = "measured on one thread, since the machine is busy, and not kept"
+                kept = Measured(measure(sizes, found, thread_clock), is_provisional=True)
+            source = "provisional: measured on one thread, since the machine is busy, until a start finds it quiet"
+            _keep(file, where, kept)
         else:
-            verdicts = measure(sizes, found, clock)
-            if not any(verdict.failed for verdict in verdicts.values()):  # what could not run now may run at the next start
-                write_verdicts(file, where, verdicts)
-            source = f"measured in {time.monotonic() - started:.1f} s"
-    choice = decide(verdicts, pins)
-    logger.info("kernels, %s; times in µs:\n%s", source, table(verdicts, choice, pins))
+            source = f"provisional: as {file.name} has it from a busy machine, which it is still"
+    choice = decide(kept.verdicts, pins)
+    logger.info("kernels, %s; times in µs:\n%s", source, table(kept.verdicts, choice, pins))
     return choice
+
+
+def _measure_quiet(sizes: StepSizes, found: Mapping[str, Implementation], clock: Callable[[], float]) -> tuple[Measured, str]:
+    started = time.monotonic()
+    measured = Measured(measure(sizes, found, clock))
+    return measured, f"measured in {time.monotonic() - started:.1f} s"
+
+
+def _keep(file: Path, where: Mapping[str, str], measured: Measured) -> None:
+    """But not where something could not run: it may at the next start."""
+    if not any(verdict.failed for verdict in measured.verdicts.values()):
+        write_measured(file, where, measured)
 
 
 def machine_is_busy() -> bool:

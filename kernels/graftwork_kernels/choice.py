@@ -87,6 +87,14 @@ class Verdict:
         return names[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A verdict for each operator; ``is_provisional`` if others had the machine meanwhile: better than none, until it is quiet."""
+
+    verdicts: Mapping[str, Verdict]
+    is_provisional: bool = False
+
+
 def check_pins(pins: Mapping[str, str], unavailable: Mapping[str, str]) -> None:
     """Raises `BadPin`. ``unavailable`` says for an implementation why this machine does not have it."""
     for operator, name in pins.items():
@@ -150,11 +158,13 @@ def choice_file(folder: Path, conditions: Mapping[str, str]) -> Path:
     return folder / f"choice-{digest}.json"
 
 
-def read_verdicts(path: Path) -> dict[str, Verdict] | None:
-    """What `write_verdicts` wrote, or None where there is nothing of the kind."""
+def read_measured(path: Path) -> Measured | None:
+    """What `write_measured` wrote, or None where there is nothing of the kind."""
     try:
         content = json.loads(path.read_bytes())
-        return {operator: _verdict(content["operators"][operator]) for operator in METHODS}
+        if not isinstance(content["provisional"], bool):
+            raise TypeError(f"expected true or false, got {content['provisional']!r}")
+        return Measured({operator: _verdict(content["operators"][operator]) for operator in METHODS}, content["provisional"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -180,13 +190,14 @@ def _floats(values: object) -> dict[str, float]:
     return numbers
 
 
-def write_verdicts(path: Path, conditions: Mapping[str, str], verdicts: Mapping[str, Verdict]) -> None:
-    """Keep ``verdicts`` whole or not at all; a folder that cannot be written to is no reason not to start."""
+def write_measured(path: Path, conditions: Mapping[str, str], measured: Measured) -> None:
+    """Keep ``measured`` whole or not at all; a folder that cannot be written to is no reason not to start."""
     content = {
         "conditions": dict(conditions),
+        "provisional": measured.is_provisional,
         "operators": {
             operator: {"seconds": verdict.seconds, "cost": verdict.cost, "dropped": verdict.dropped}
-            for operator, verdict in verdicts.items()
+            for operator, verdict in measured.verdicts.items()
         },
     }
     try:
@@ -204,5 +215,5 @@ def last_choice(folder: Path) -> Choice | None:
     for path in folder.glob("choice-*.json"):
         with contextlib.suppress(OSError):
             files.append((path.stat().st_mtime, path))
-    verdicts = read_verdicts(max(files)[1]) if files else None
-    return None if verdicts is None else decide(verdicts, {})
+    measured = read_measured(max(files)[1]) if files else None
+    return None if measured is None else decide(measured.verdicts, {})

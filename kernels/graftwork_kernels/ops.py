@@ -4,6 +4,10 @@ Each operator states what it computes in pseudo-NumPy, then what goes wrong. Arg
 A wrong shape or type raises ValueError naming the argument; values (an index out of range, a NaN) are the caller's word and
 are not searched for. "Float" is fp32, bf16 or fp16; arithmetic is fp32 inside and is rounded once, where a line says no other.
 
+Rows: an operator writes every row of its results. A row of padding, which has no request, adapter or slot, is one like any other
+where an operator says nothing else, so its token id and position must be valid. Where a recorded pass runs a step with fewer rows
+than it was recorded with, the rows beyond are neither read nor written. After an error, results are undefined.
+
 Batch invariance: whether a row's result is the same bits whatever else is in the step. It holds where an operator says so, for one
 implementation, device and number of threads. Where it does not, results differ by the rounding of an fp32 sum in another order.
 """
@@ -123,7 +127,8 @@ class Operators:
         Semantics, for row i of request r and query head h, at position ``p = context_len[r] - query_len[r] + i``:
         ``slots = [block_table[r, j // block_size] * block_size + j % block_size for j in 0 .. p]``; with K and V those slots of the
         caches' head ``h // (Hq / Hk)``: ``softmax(scale * K @ q) @ V``, softmax and sums in fp32. The row's own key and value have
-        been written before. Rows beyond the last request are 0. Nothing outside a request's own context is read into its result.
+        been written before. Rows of no request, before the first's or after the last's, are 0. Nothing outside a request's own
+        context is read into its result.
 
         q float [T, Hq, D], Hq a multiple of Hk; caches as in `rotary_and_write_kv`; 1 ≤ query_len ≤ context_len for a request that
         has rows.
@@ -280,15 +285,14 @@ class Operators:
 
         1. top-k: the first ``top_k`` tokens stay (0, or ≥ V: all), exactly so many even where logits are equal.
         2. top-p: of these the shortest beginning whose sum of w reaches ``top_p`` times the sum over all of these stays; at least
-        one
-           token; 1 or more: all.
+           one token; 1 or more: all.
         3. min-p: of these the tokens with ``w >= min_p`` stay, w being relative to the most probable token.
         4. ``u = philox_uniform(seed, choice, position)``; the token is the lowest id whose running sum of w, over the ids that
-        stay in
-           ascending order, exceeds ``u`` times the total. So what stays is renormalised, after each filter.
+           stay in ascending order, exceeds ``u`` times the total. So what stays is renormalised, after each filter.
 
-        All fp32. Another implementation draws the same token unless u lies within 1e-5 of a step of that running sum. A row that
-        is not one of `finite_rows` draws a meaningless id in range. Batch-invariant.
+        All fp32. Another implementation draws the same token unless u lies within 1e-5 of a step of that running sum, whatever the
+        vocabulary and the filters. Where a filter's edge lies within rounding of a token (2e-6 of top_p or min_p), either side is
+        right. A row that is not one of `finite_rows` draws a meaningless id in range. Batch-invariant.
         """
         _check_logits(logits)
         for name, column in (

@@ -7,5 +7,6 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
-if str(FOLDER) not in sys.path:
-    sys.path.append(str(FOLDER))
+for folder in (str(FOLDER), str(Path(__file__).parent)):
+    if folder not in sys.path:
+        sys.path.append(folder)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import contextlib
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,32 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_scripts import script
 
 import arena
-import cold_start
-import kernels
 import load
 import machine
-import operator_cases
 import serving_rows
+from eta import Eta, Planned
 from load import Felt, Load, Target
-from results import BenchmarkFailed, Report
-from servers import HttpContender, free_port, process
-
-
-def script(name: str) -> Any:
-    """A benchmark by its file: another module may have the name."""
-    folder = Path(__file__).resolve().parents[2] / "benchmarks"
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
+from results import BenchmarkFailed, Part
+from servers import free_port
 
 serving = script("serving")
+SMALL = serving_rows.Size(1, 4, 8)
 FLOORS = machine.Machine("", (), 2, 2, "", 10e9, 2.0, 1e9, 1e9)
 
 
@@ -91,7 +77,7 @@ def test_load_asks_for_what_it_says(scripted: Scripted) -> None:
     felt = asyncio.run(load.run(Target(scripted.url, "secret"), asked))
     assert (felt.requests, felt.errors) == (6, [])
     assert felt.output_tokens_per_s == pytest.approx(24 / felt.seconds, rel=0.05)
-    assert len(felt.ttft_ms) == len(felt.inter_token_ms) == 2
+    assert len(felt.ttft_ms) == len(felt.per_token_ms) == len(felt.between_chunks_ms) == 2
     assert sorted(body["model"] for body in scripted.bodies) == ["a0"] * 3 + ["base"] * 3
     assert len({tuple(body["prompt"][:2]) for body in scripted.bodies}) == 1
     assert len({tuple(body["prompt"]) for body in scripted.bodies}) == 6
@@ -158,10 +144,21 @@ class Fake:
         for _ in range(asked.requests):
             on_done()
         rate = self.rate / 2 if asked.models != ("base",) else self.rate
-        return Felt(asked.requests, self.errors, 1.0, rate, [1.0, 1.0], [self.pause_ms, self.pause_ms])
+        pause = self.pause_ms * (2 if asked.models != ("base",) else 1)
+        return Felt(asked.requests, self.errors, 1.0, rate, [1.0, 1.0], [pause, pause], [1.0, 1.0])
 
     def cpu_seconds(self) -> float:
         return 0.0
+
+
+def test_time_of_a_token_is_of_requests_and_not_of_chunks() -> None:
+    bursts = load.Outcome(0.0, [1.0, 1.9], output_tokens=10)  # nine tokens in two chunks, 0.9 s
+    steady = load.Outcome(0.0, [1.0 + 0.2 * i for i in range(10)], output_tokens=10)
+    slow = load.Outcome(0.0, [1.0, 5.5], output_tokens=10)
+    one, failed = load.Outcome(0.0, [1.0], output_tokens=1), load.Outcome(0.0, [1.0, 90.0], 10, error="no")
+    felt = load.summary([bursts, steady, slow, one, failed], 10.0)
+    assert felt.per_token_ms == [200.0, 500.0]
+    assert load.summary([one], 1.0).per_token_ms == []
 
 
 @dataclass
@@ -181,48 +178,115 @@ class Ours:
     contender: Fake
 
 
-def measured(row: str, *peers: tuple[str, float], repeats: int = 2) -> tuple[Report, list[tuple[str, Load]], int]:
+def measured(
+    row: str, *peers: tuple[str, float], effort: Any = None, pause_ms: float = 10.0
+) -> tuple[Part, list[tuple[str, Load]], Any]:
     log: list[tuple[str, Load]] = []
     fakes = [(kind, Fake(kind, rate, log)) for kind, rate in peers]
-    stage: Any = FakeArena(Ours(Fake("graftwork", 100.0, log)), fakes)
-    report, done = Report("serving", {}), []
-    size = serving_rows.Size(1, 4, 8)
-    run = serving.Measuring(stage, report, FLOORS, size, repeats, 7, lambda _text: None)
+    stage: Any = FakeArena(Ours(Fake("graftwork", 100.0, log, pause_ms)), fakes)
     (chosen,) = serving_rows.choose_rows(row)
-    run.row(chosen, 0, 10e6, lambda: done.append(1))
-    return report, log, len(done)
+    effort = effort or serving.Effort(SMALL, 2)
+    eta = Eta(effort.plan([chosen], [kind for kind, _ in peers]))
+    part, done = Part(row), []
+    run = serving.Measuring(stage, FLOORS, 10e6, effort, 7, eta, lambda _text: None)
+    run.row(chosen, 0, part, lambda: done.append(1))
+    planned = sum(cell.readings * cell.tokens // SMALL.output for cell in eta.plan.values())
+    assert len(done) == planned, "what the progress bar counts to"
+    assert eta.left_s == 0
+    return part, log, effort
 
 
 def test_repetitions_alternate_with_a_seed_of_their_own() -> None:
-    _, log, done = measured("base-8", ("vllm", 50.0), ("peft", 80.0))
+    _, log, _ = measured("base-8", ("vllm", 50.0), ("peft", 80.0))
     readings = log[3:]  # each is warmed up first
     assert [name for name, _ in readings] == ["graftwork", "vllm", "peft"] * 2
     seeds = [asked.seed for _, asked in readings]
     assert seeds[0] == seeds[1] == seeds[2] != seeds[3] == seeds[4]
     assert not {asked.seed for _, asked in log[:3]} & set(seeds)
-    assert done == 2 * 3 * 8
 
 
 def test_best_peer_is_the_one_that_comes_nearest() -> None:
-    report, _, _ = measured("base-8", ("vllm", 50.0), ("peft", 80.0))
-    claims = {claim.against: claim for claim in report.claims}
+    part, _, _ = measured("base-8", ("vllm", 50.0), ("peft", 80.0))
+    claims = {claim.against: claim for claim in part.claims}
     assert claims["vllm"].value == 2.0
-    assert claims["the best peer"].value == 1.25
-    assert claims["the best peer"].holds is False
-    assert len(report.readings) == 6
+    assert claims["vllm"].bar is None
+    best = claims["the best of vLLM, PEFT: peft"]
+    assert (best.value, best.bar, best.holds) == (1.25, 1.5, False)
+    assert "llama.cpp did not take part" in best.remarks
+    assert len(part.readings) == 6
 
 
 def test_adapters_are_held_beside_our_own_base_and_each_peer() -> None:
-    report, log, _ = measured("32x32", ("vllm", 5.0), ("llamacpp", 40.0))
-    claims = {(claim.row, claim.against): claim for claim in report.claims}
-    own = claims["32 streams, 32 adapters", "our own, base"]
-    assert (own.value, own.holds) == (0.5, False)
-    added = claims["32 streams, 32 adapters: added time a step", "our own, base"]
-    assert added.bar == pytest.approx(1.6e3 * 32 * 10e6 / 10e9 + 2)
-    assert claims["32 streams, 32 adapters", "vllm"].holds is True
-    assert claims["32 streams, 32 adapters", "llamacpp"].holds is False
+    part, log, _ = measured("32x32", ("vllm", 5.0), ("llamacpp", 40.0), pause_ms=60.0)
+    claims = {claim.against: claim for claim in part.claims}
+    own = claims["our own, base"]
+    assert own.value == 0.5
+    assert own.alternative is not None
+    assert (own.alternative.value, own.alternative.bar) == (60.0, pytest.approx(1.6e3 * 32 * 10e6 / 10e9 + 2))
+    assert own.holds is False
+    assert claims["vllm"].holds is True
+    assert claims["the best of llama.cpp: llamacpp"].holds is False
+    assert len(part.claims) == 4, "the verdict of two bars is one line"
     seeds = {asked.models == ("base",): asked.seed for _, asked in log[4:]}
     assert seeds[True] != seeds[False], "equal prompts would be found in the prefix cache"
+
+
+def test_added_time_is_enough_where_the_share_is_not() -> None:
+    part, _, _ = measured("32x32", pause_ms=50.0)
+    (own,) = part.claims
+    assert (own.value >= 0.75, own.holds) == (False, True)
+    part, _, _ = measured("1x1")
+    share, added = part.claims
+    assert (share.bar, share.holds, share.alternative) == (0.88, False, None), "one stream has one bar"
+    assert (added.value, added.bar) == (10.0, None)
+
+
+def test_slow_peers_get_less_and_the_result_says_so() -> None:
+    size = serving_rows.Size(4, 4, 8)
+    effort = serving.Effort(size, None, {"vllm": 1}, {"vllm": 2})
+    part, log, _ = measured("base-8", ("vllm", 50.0), ("llamacpp", 80.0), effort=effort)
+    readings = log[3:]
+    assert [name for name, _ in readings].count("vllm") == 2
+    assert [name for name, _ in readings] == ["graftwork", "vllm", "llamacpp"] * 2 + ["graftwork", "llamacpp"] * 3
+    assert {name: asked.requests for name, asked in readings} == {"graftwork": 32, "vllm": 8, "llamacpp": 32}
+    ours, theirs = (next(asked for name, asked in readings if name == who) for who in ("graftwork", "vllm"))
+    assert load.prompts(ours)[:8] == load.prompts(theirs), "the same requests, and fewer of them"
+    claims = {claim.against: claim for claim in part.claims}
+    assert (claims["vllm"].readings, claims["llamacpp"].readings) == (2, 5)
+    assert "vllm got 1 requests a stream, we 4" in claims["vllm"].remarks
+    assert "requests a stream" not in claims["llamacpp"].remarks
+    assert [reading["requests_per_stream"] for reading in part.readings[:2]] == [4, 1]
+
+
+def test_short_repetitions_of_a_peer_that_has_a_bar_are_marked() -> None:
+    effort = serving.Effort(SMALL, None, {}, {"vllm": 2})
+    part, _, _ = measured("32x32", ("vllm", 50.0), effort=effort)
+    claims = {claim.against: claim for claim in part.claims}
+    assert "short: 2 of 5 repetitions" in claims["vllm"].remarks
+    assert "short" not in claims["our own, base"].remarks
+    assert "4 tokens in, 8 out; 1 of 4 requests a stream" in claims["our own, base"].remarks
+
+
+def test_every_row_with_a_bar_is_measured_as_often_as_it_needs() -> None:
+    rows = {row.name: row for row in serving_rows.ROWS}
+    assert rows["32x1"].repeats == 7
+    assert {row.repeats for name, row in rows.items() if name != "32x1"} == {5}
+    assert {row.name for row in serving_rows.choose_rows("bars")} == set(rows) - {"8x8"}
+    assert serving.Effort(SMALL, 3).repeats_for(rows["32x1"], "") == 3
+
+
+def test_time_to_go_is_of_the_kind_and_the_row() -> None:
+    plan = {("a", ""): Planned(2, 100), ("a", "vllm"): Planned(1, 100), ("b", ""): Planned(2, 1000)}
+    eta = Eta(plan)
+    assert eta.left_s is None
+    assert "unknown" in str(eta)
+    eta.done(("a", ""), 10.0)
+    assert eta.left_s == pytest.approx(10 + 10 + 200)
+    eta.done(("a", "vllm"), 5000.0)
+    assert eta.left_s == pytest.approx(10 + 200)
+    eta.done(("b", ""), 7200.0)
+    assert eta.left_s == pytest.approx(10 + 7200)
+    assert str(eta) == "3 of 5 readings, about 2 h 00 min to go"
 
 
 def test_two_loads_of_one_server_share_no_prompt() -> None:
@@ -236,83 +300,36 @@ def test_two_loads_of_one_server_share_no_prompt() -> None:
 def test_a_failed_request_fails_the_run() -> None:
     log: list[tuple[str, Load]] = []
     stage: Any = FakeArena(Ours(Fake("graftwork", 100.0, log, errors=["broken"])), [])
-    run = serving.Measuring(stage, Report("serving", {}), FLOORS, serving_rows.Size(1, 4, 8), 1, 7, lambda _text: None)
+    run = serving.Measuring(stage, FLOORS, 10e6, serving.Effort(SMALL, 1), 7, Eta({}), lambda _text: None)
     with pytest.raises(BenchmarkFailed, match=r"requests to graftwork failed.*broken"):
-        run.row(serving_rows.ROWS[0], 0, 10e6, lambda: None)
+        run.row(serving_rows.ROWS[0], 0, Part("base-1"))
 
 
 def test_variants_of_a_peer() -> None:
     vllm = arena.Peer.parse("vllm=/opt/venv", "8,32")
-    assert [variant.setting for variant in arena.variants(vllm, adapters=True)] == ["8", "32"]
-    assert [variant.setting for variant in arena.variants(vllm, adapters=False)] == [""]
-    assert len(arena.variants(arena.Peer.parse("peft", "8"), adapters=True)) == 2
+    both = arena.element_types(FLOORS)
+    assert [str(one) for one in arena.variants(vllm, True, both)] == ["vLLM, bfloat16, 8 slots", "vLLM, bfloat16, 32 slots"]
+    assert [str(one) for one in arena.variants(vllm, False, both)] == ["vLLM, bfloat16"]
+    assert len(arena.variants(arena.Peer.parse("peft", "8"), True, both)) == 2
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
-    return tmp_path
+def test_peers_are_not_held_to_bf16_where_the_processor_has_no_instructions_for_it() -> None:
+    old = machine.Machine("", (), 2, 2, "", 10e9, 2.0, 1e9, 70e9)
+    assert arena.element_types(old) == ("float32",)
+    vllm, peft = arena.Peer.parse("vllm=/opt/venv", "8"), arena.Peer.parse("peft", "8")
+    assert [str(one) for one in arena.variants(vllm, True, ("float32",))] == ["vLLM, float32, 8 slots"]
+    assert [str(one) for one in arena.variants(peft, True, ("float32",))] == ["PEFT, float32"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        (["--rows", "33x33"], "32x32"),
-        (["--peer", "vllm"], "vllm=VENV"),
-        (["--peer", "other=x"], "llamacpp=FOLDER"),
-        (["--peer", "peft", "--vllm-slots", "8,x"], "8,16,32"),
-        (["--repeats", "0"], "at least 1"),
-        (["--base", "/nowhere"], "make base"),
-    ],
-)
-def test_serving_arguments(base: Path, arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        serving.parse(["--base", str(base), *arguments])
-    assert hint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("parse", "arguments", "hint"),
-    [
-        (kernels.parse, ["--only", "linear,other"], "attention"),
-        (kernels.parse, ["--budget", "0"], "more than 0"),
-        (kernels.parse, ["--threads", "0"], "at least 1"),
-        (cold_start.parse, ["--streams", "0"], "at least 1"),
-        (cold_start.parse, ["--registered", "1"], "at least 2"),
-    ],
-)
-def test_other_arguments(base: Path, parse: Any, arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--base", str(base), *arguments])
-    assert hint in capsys.readouterr().err
-
-
-def test_pauses_of_others_are_those_that_overlap() -> None:
-    others = cold_start.Background(Target("http://127.0.0.1:1"), 1, 300, load.random.Random(0))
-    others.times = [[0.0, 1.0, 5.0, 6.0]]
-    assert others.longest_pause(1.5, 2.0) == 4.0
-    assert others.longest_pause(5.2, 5.5) == 1.0
-    assert others.usual_pause() == 1.0
-    claims = cold_start.load_claims([cold_start.Loaded(0.03, 0.02, 0.4, 0.2)], 0.1)
-    assert [round(claim.value, 6) for claim in claims] == [10.0, 2.0, 100.0]
-    assert [claim.holds for claim in claims] == [True, False, None]
-
-
-def test_adapter_memory_of_mixed_ranks_has_the_bytes_of_one_rank() -> None:
-    packed = (operator_cases.Packed(64, (64, 32, 32)), operator_cases.Packed(64, (64,)))
-    shapes = operator_cases.Shapes(2, 64, 300, 4, 2, 16, 64, packed)
-    mixed = operator_cases.adapter_memory(shapes, list(operator_cases.MIXED_RANKS))
-    even = operator_cases.adapter_memory(shapes, [operator_cases.EVEN_RANK] * 4)
-    assert mixed.pool.numel() == even.pool.numel() == 4 * operator_cases.EVEN_RANK * shapes.adapter_width * 2
-    assert mixed.row_offset.numel() == even.row_offset.numel()
-
-
-def test_a_servers_children_end_with_it(tmp_path: Path) -> None:
-    spawn = "subprocess.Popen(['sleep', '60'], process_group=0)"
-    script = f"import subprocess, time; print({spawn}.pid, flush=True); time.sleep(60)"
-    with process("server", [sys.executable, "-c", script], tmp_path / "log", pipe=True) as child:
-        assert child.stdout is not None
-        grandchild = int(child.stdout.readline())
-        assert HttpContender("x", Target(""), child.pid).cpu_seconds() > 0
-    stat = Path(f"/proc/{grandchild}/stat")
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+def test_variants_are_compared_after_every_adapter_was_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log: list[tuple[str, Load]] = []
+    rates = {8: 10.0, 16: 30.0, 32: 20.0}
+    peer = arena.Peer.parse("vllm=/opt/venv", "8,16,32")
+    ours: Any = Ours(Fake("graftwork", 100.0, log))
+    stage = arena.Arena(ours, tmp_path, tmp_path, {}, [peer], ("bfloat16",), contextlib.ExitStack())
+    monkeypatch.setattr(stage, "_contender", lambda variant, _stack: Fake(str(variant), rates[variant.slots], log))
+    (row,) = serving_rows.choose_rows("32x32")
+    ((kind, chosen),) = stage.peers_for(row, serving_rows.Size(4, 128, 64), lambda _text: None)
+    assert (kind, chosen.name) == ("vllm", "vLLM, bfloat16, 16 slots")
+    assert [(asked.requests, asked.output) for _, asked in log] == [(32, 2), (32, 16)] * 3
+    assert all(len(set(asked.models)) == 32 for _, asked in log)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from graftwork_kernels.cpu import attention
 from graftwork_kernels.cpu.issue import Immediate
 from graftwork_kernels.cpu.library import Library
 from graftwork_kernels.cpu.operators import CpuOperators
@@ -320,6 +321,16 @@ def test_lengths_that_lead_outside_memory_are_refused(teams, change):
         _, batch = requests.step(team, [(0, 9)])
         with pytest.raises(IndexError, match=r"^batch:"):
             team.paged_attention(requests.queries[0], requests.k_cache, requests.v_cache, replace(batch, **change), SCALE)
+
+
+def test_a_thread_without_room_to_work_in_writes_nothing(cpu_library, monkeypatch):
+    requests = paged_requests([9])
+    teams = [Operators(CpuOperators(Immediate(cpu_library, num_threads))) for num_threads in (1, 2)]
+    _, batch = requests.step(teams[0], [(0, 9)])
+    monkeypatch.setattr(attention, "_workspace_floats", lambda *_: 64)
+    for team in teams:
+        with pytest.raises(IndexError, match="more memory to work in"):
+            team.paged_attention(requests.queries[0], requests.k_cache, requests.v_cache, batch, SCALE)
 
 
 @pytest.mark.parametrize(

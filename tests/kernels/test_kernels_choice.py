@@ -25,13 +25,8 @@ from graftwork_kernels.choice import (
     RECORDED_HANDICAP,
     BadPin,
     Choice,
-    Verdict,
-    check_pins,
-    choice_file,
     last_choice,
-    read_verdicts,
-    table,
-    write_verdicts,
+    read_measured,
 )
 from graftwork_kernels.implementation import Implementation
 from graftwork_kernels.probes import DECODE_ROWS, StepSizes, shapes_of
@@ -232,17 +227,65 @@ def test_the_shortest_run_counts(clock: Clock) -> None:
 # What is kept
 
 
-def test_a_busy_machine_is_measured_by_one_threads_time_and_again_later(
-    run: Chooser, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def busy(thread_clock: Clock) -> dict[str, object]:
+    return {
+        "is_busy": lambda: True,
+        "clock": lambda: pytest.fail("the clock on the wall"),
+        "thread_clock": thread_clock,
+    }
+
+
+def test_a_busy_machine_is_measured_by_one_threads_time(run: Chooser, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    busy = {"is_busy": lambda: True, "clock": lambda: pytest.fail("the clock on the wall"), "thread_clock": clock}
-    assert names(run(faster(clock, "sample"), **busy), "cpu") == {"sample"}
+    assert names(run(faster(clock, "sample"), **busy(clock)), "cpu") == {"sample"}
     assert threads == [1, 2]
-    assert list(tmp_path.glob("choice-*")) == []
-    assert names(run(faster(clock, "linear")), "cpu") == {"linear"}
+
+
+def test_what_a_busy_machine_gave_serves_until_it_is_quiet(
+    run: Chooser, clock: Clock, base: Timed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start on a machine that is still busy measures nothing; the first quiet one does, and every later one has that."""
+    caplog.set_level(logging.INFO, "graftwork_kernels")
+
+    def start(fast: str, **more: object) -> tuple[set[str], bool, str]:
+        caplog.clear()
+        calls = dict(base.calls)
+        chosen = names(run(faster(clock, fast), **more), "cpu")
+        (line,) = [r.getMessage().partition(";")[0] for r in caplog.records if "times in µs" in r.getMessage()]
+        return chosen, base.calls != calls, line
+
+    chosen, measured, line = start("sample", **busy(clock))
+    assert (chosen, measured) == ({"sample"}, True)
+    assert line.startswith("kernels, provisional: measured on one thread, since the machine is busy")
+    (file,) = tmp_path.glob("choice-*.json")
+    kept = read_measured(file)
+    assert kept is not None
+    assert kept.is_provisional
+    assert names(last_choice(tmp_path) or Choice({}), "cpu") == {"sample"}
+
+    chosen, measured, line = start("linear", **busy(clock))
+    assert (chosen, measured) == ({"sample"}, False)
+    assert line.startswith(f"kernels, provisional: as {file.name} has it from a busy machine")
+
+    chosen, measured, line = start("linear")
+    assert (chosen, measured) == ({"linear"}, True)
+    assert line.startswith("kernels, measured in ")
+    assert list(tmp_path.glob("choice-*.json")) == [file]
+
+    for more in (busy(clock) | {"is_busy": lambda: pytest.fail("nobody asks")}, {}):
+        chosen, measured, line = start("sample", **more)
+        assert (chosen, measured) == ({"linear"}, False)
+        assert line == f"kernels, as {file.name} has it"
+
+
+def test_what_could_not_run_on_a_busy_machine_is_not_kept(run: Chooser, clock: Clock, tmp_path: Path) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    run(faster(clock, *METHODS, spoil={"paged_attention": fails}), **busy(clock))
+    assert list(tmp_path.glob("choice-*.json")) == []
 
 
 def test_a_second_start_measures_nothing(run: Chooser, clock: Clock, base: Timed, tmp_path: Path) -> None:
@@ -295,10 +338,11 @@ def test_other_conditions_are_measured_anew(
         b"{",
         b"[]",
         b'"text"',
-        b'{"operators": {}}',
-        b'{"operators": {"linear": []}}',
+        b'{"provisional": true, "operators": {}}',
+        b'{"provisional": true, "operators": {"linear": []}}',
         b"\xff\xfe",
-        b'{"operators": {"linear": {"seconds": {"reference": {}}, "cost": {"gone": 0.1}, "dropped": {}}}}',
+        b'{"provisional": 0, "operators": {"linear": {"seconds": {"reference": {}}, "cost": {"reference": 1}, "dropped": {}}}}',
+        b'{"provisional": false, "operators": {"linear": {"seconds": {"reference": {}}, "cost": {"gone": 0.1}, "dropped": {}}}}',
     ],
 )
 def test_a_file_that_makes_no_sense_is_measured_again(run: Chooser, clock: Clock, content: bytes, tmp_path: Path) -> None:
@@ -324,21 +368,6 @@ def test_a_folder_that_cannot_be_written_to_does_not_keep_it_from_choosing(
     assert "measured at every start" in caplog.text
 
 
-def test_verdicts_survive_their_file(tmp_path: Path) -> None:
-    seconds = {"reference": {"decode 1": 1.5}, "cpu": {"decode 1": 0.5}, "bad": {}}
-    verdicts = {operator: Verdict(seconds, {"reference": 1.0, "cpu": 1 / 3}, {"bad": "wrong"}) for operator in METHODS}
-    path = choice_file(tmp_path / "new", {"machine": "a"})
-    assert path != choice_file(tmp_path / "new", {"machine": "b"})
-    write_verdicts(path, {"machine": "a"}, verdicts)
-    assert read_verdicts(path) == verdicts
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_nothing_was_chosen_where_nothing_was_measured(tmp_path: Path) -> None:
-    assert last_choice(tmp_path) is None
-    assert last_choice(tmp_path / "nowhere") is None
-
-
 # Pins
 
 
@@ -354,19 +383,6 @@ def test_all_is_every_operator_that_has_no_pin_of_its_own(run: Chooser, clock: C
     assert base.calls == {}
 
 
-@pytest.mark.parametrize(
-    ("pins", "says"),
-    [
-        ({"attention": "cpu"}, r"there is no operator attention; there are all, linear, paged_attention, .*, token_logprobs"),
-        ({"linear": "gpu"}, "there is no implementation gpu; there are reference, cpu"),
-        ({"all": "cpu"}, "kernel all=cpu: this machine does not have it: no compiler"),
-    ],
-)
-def test_pins_to_what_there_is_not_are_refused(pins: dict[str, str], says: str) -> None:
-    with pytest.raises(BadPin, match=says):
-        check_pins(pins, {"cpu": "no compiler"})
-
-
 def test_a_pin_to_what_disagrees_is_refused_then_and_later(run: Chooser, clock: Clock) -> None:
     wrong = faster(clock, spoil={"rms_norm": off_by("rms_norm", 0.5)})
     for _ in range(2):
@@ -379,8 +395,3 @@ def test_alone_the_reference_is_taken_unmeasured(run: Chooser, base: Timed) -> N
     assert names(choice, "reference") == set(METHODS)
     assert not choice.is_native(FORWARD)
     assert base.calls == {}
-
-
-def test_table_of_nothing_measured_names_what_was_pinned() -> None:
-    choice = Choice(dict.fromkeys(METHODS, "reference"))
-    assert table({}, choice, {"all": "reference"}).splitlines()[1].split() == ["linear", "reference", "-", "pinned"]

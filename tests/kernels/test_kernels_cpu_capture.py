@@ -10,7 +10,7 @@ from graftwork_kernels.adapter_batch import build_adapter_batch
 from graftwork_kernels.cpu.capture import Recorder
 from graftwork_kernels.cpu.issue import Immediate
 from graftwork_kernels.cpu.operators import CpuOperators
-from graftwork_kernels.layout import AdapterBatch, AdapterMemory, LinearSite, RowType, Weight
+from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AttentionBatch, LinearSite, RowType, Weight
 from graftwork_kernels.ops import Operators
 
 WIDTH, CAPACITY, LAYERS = 48, 20, 6
@@ -129,3 +129,40 @@ def test_what_computes_at_once_cannot_be_recorded(cpu_library):
     weight = Operators(CpuOperators(Immediate(cpu_library, 1))).prepare_weight(torch.zeros(4, 8))
     with pytest.raises(ValueError, match="cannot be recorded"):
         ops.linear(torch.zeros(8, 2).T, weight)
+
+
+@pytest.mark.parametrize("num_rows", [CAPACITY + 1, 1 << 40, -1])
+def test_more_rows_than_were_recorded_are_refused(cpu_library, num_rows):
+    """Memory behind the arena would be written. Commands may differ in what they have room for: the least counts."""
+    recorder = Recorder(cpu_library, 1)
+    ops = Operators(CpuOperators(recorder))
+    outputs = [ops.rms_norm(torch.ones(rows, WIDTH), torch.ones(WIDTH), 1e-5) for rows in (CAPACITY + 9, CAPACITY)]
+    program = recorder.finish(*outputs)
+    with pytest.raises(ValueError, match=f"0 to {CAPACITY} of rows, as the program was recorded for, got {num_rows}"):
+        program.run(num_rows)
+    assert (program.max_rows, program.max_requests) == (CAPACITY, None)
+    program.run(CAPACITY)
+    assert all(output[:CAPACITY].isfinite().all() for output in program.outputs)
+
+
+@pytest.mark.parametrize("max_requests", [0, 3])
+def test_more_requests_than_were_recorded_are_refused(cpu_library, max_requests):
+    """Their lengths and blocks would be read from behind the batch's tensors."""
+    recorder = Recorder(cpu_library, 1)
+    batch = AttentionBatch(
+        query_start=torch.arange(max_requests + 1, dtype=torch.int32),
+        context_len=torch.ones(max_requests, dtype=torch.int32),
+        block_table=torch.zeros(max_requests, 1, dtype=torch.int32),
+        kv_slot=torch.zeros(CAPACITY, dtype=torch.int64),
+        max_query_len=1,
+        max_context_len=1,
+    )
+    caches = torch.randn(2, 1, 1, 4, 8)
+    q = torch.randn(CAPACITY, 1, 8)
+    program = recorder.finish(Operators(CpuOperators(recorder)).paged_attention(q, caches[0], caches[1], batch, 1.0))
+    for number in (max_requests + 1, -1):
+        with pytest.raises(ValueError, match=f"0 to {max_requests} of requests, as the program was recorded for, got {number}"):
+            program.run(CAPACITY, number)
+    program.run(CAPACITY, max_requests)
+    assert torch.equal(program.outputs[0][:max_requests], caches[1, :, 0, :1].expand(max_requests, 1, 8))
+    assert not program.outputs[0][max_requests:].any()

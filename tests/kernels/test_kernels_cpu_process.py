@@ -70,6 +70,12 @@ def probe_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_library(folder / "kernels", sources)
 
 
+@pytest.mark.parametrize("function", ["_Znwm", "_Znam", "malloc", "calloc", "realloc", "aligned_alloc", "posix_memalign"])
+def test_no_operator_allocates_memory(library_path: Path, function: str) -> None:
+    """A thread of a team cannot report that there is none left: the process would end. Not even its name is in the library."""
+    assert function.encode() + b"\0" not in library_path.read_bytes()
+
+
 def test_loading_leaves_the_arithmetic_of_the_process_alone(library_path: Path) -> None:
     done = load_alone(library_path)
     assert done.returncode == 0, done.stderr

@@ -22,6 +22,16 @@ _PADDING = 32
 """Columns of a partial result are rounded up to it: no machine needs more."""
 
 
+_KEY_TILE = 64
+"""Keys that a tile of queries meets at a time; `kKeyTile` of attention_prefill.h."""
+
+_TILE_QUERIES = 96
+"""Queries of such a tile at most; `kTileQueries`."""
+
+_TILE_ROWS = 16
+"""Queries are rounded up to it: no machine's `kTileRows` is larger."""
+
+
 class _RotaryArguments(ctypes.Structure):
     _fields_ = (
         ("q", ctypes.c_void_p),
@@ -55,6 +65,7 @@ class _AttentionArguments(ctypes.Structure):
         ("context_len", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("q_stride", ctypes.c_int64),
         ("table_stride", ctypes.c_int64),
@@ -65,6 +76,7 @@ class _AttentionArguments(ctypes.Structure):
         ("num_blocks", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("num_slots", ctypes.c_int64),
+        ("workspace_floats", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
     )
@@ -137,8 +149,10 @@ def paged_attention(issuer: Issuer, q: Tensor, k_cache: Tensor, v_cache: Tensor,
     num_requests, table_width = batch.block_table.shape
     # Requests may share blocks, so the cache does not bound their chunks: there is room for one request of any length, at least.
     num_slots = max(_SLOTS, -(-table_width * block_size // _CHUNK))
-    padded_dim = -(-head_dim // _PADDING) * _PADDING
+    padded_dim = _rounded_up(head_dim, _PADDING)
     partials = issuer.empty(num_slots, num_heads * (2 + padded_dim), dtype=torch.float32)
+    workspace_floats = _workspace_floats(num_heads // num_kv_heads, head_dim)
+    workspace = issuer.empty(issuer.num_threads, workspace_floats, dtype=torch.float32)
     out = issuer.empty(num_rows, num_heads, head_dim, dtype=q.dtype)
     arguments = _AttentionArguments(
         q=q.data_ptr(),
@@ -148,6 +162,7 @@ def paged_attention(issuer: Issuer, q: Tensor, k_cache: Tensor, v_cache: Tensor,
         context_len=batch.context_len.data_ptr(),
         block_table=batch.block_table.data_ptr(),
         partials=partials.data_ptr(),
+        workspace=workspace.data_ptr(),
         out=out.data_ptr(),
         q_stride=_row_stride("q", q),
         table_stride=batch.block_table.stride(0),
@@ -158,12 +173,28 @@ def paged_attention(issuer: Issuer, q: Tensor, k_cache: Tensor, v_cache: Tensor,
         num_blocks=num_blocks,
         block_size=block_size,
         num_slots=num_slots,
+        workspace_floats=workspace_floats,
         scale=scale,
         is_bf16=q.dtype == torch.bfloat16,
     )
-    tensors = (q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_table, partials, out)
+    tensors = (q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_table, partials, workspace, out)
     issuer.issue("graftwork_paged_attention", arguments, tensors, num_rows, num_requests)
     return out
+
+
+def _workspace_floats(group: int, head_dim: int) -> int:
+    """Fp32 numbers that one thread works in, on the machine that needs most: `workspace` of attention_decode.h and
+    attention_prefill.h. ``group`` query heads share a key head."""
+    width = _rounded_up(head_dim, _PADDING)
+    copied_keys = 0 if width == head_dim else _CHUNK * width
+    decode = group * (width + _CHUNK) + 2 * group * (2 + width) + copied_keys
+    height = _rounded_up(max(_TILE_QUERIES, group), _TILE_ROWS)
+    prefill = height * (head_dim + width + 2) + _KEY_TILE * (head_dim + width) + _TILE_ROWS * _KEY_TILE
+    return _rounded_up(max(decode, prefill), _PADDING)  # threads share no cache line
+
+
+def _rounded_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
 def _row_stride(name: str, heads: Tensor) -> int:

@@ -42,10 +42,15 @@ class _Result:
 class _Recorded:
     call: int
     arguments: ctypes.Structure
+    num_rows: int
+    num_requests: int | None
 
 
 class Program:
-    """A recorded forward pass. ``outputs`` are the tensors that were named as such, at the capacity of the largest step."""
+    """A recorded forward pass. ``outputs`` are the tensors that were named as such, at the capacity of the largest step.
+
+    ``max_rows`` and ``max_requests`` are the largest step that all of its commands have memory for; None if none looks at it.
+    """
 
     def __init__(
         self, library: Library, num_threads: int, recorded: Sequence[_Recorded], kept: Sequence[Tensor], outputs: Sequence[Tensor]
@@ -54,6 +59,8 @@ class Program:
         self._recorded, self._kept = tuple(recorded), tuple(kept)  # the commands point into both
         self._commands = (Command * len(recorded))(*(Command(r.call, ctypes.addressof(r.arguments)) for r in recorded))
         self._step = Step()
+        self.max_rows = min((r.num_rows for r in recorded), default=None)
+        self.max_requests = min((r.num_requests for r in recorded if r.num_requests is not None), default=None)
         self.outputs = tuple(outputs)
 
     def __len__(self) -> int:
@@ -61,7 +68,12 @@ class Program:
         return len(self._recorded)
 
     def run(self, num_rows: int, num_requests: int = 0) -> None:
-        """Compute a step of so many rows and requests from what now lies in the tensors that were recorded with."""
+        """Compute a step of so many rows and requests from what now lies in the tensors that were recorded with.
+
+        Raises ValueError for a step that the tensors have no room for. What `outputs` hold beyond the step's rows is undefined.
+        """
+        _check_size("rows", num_rows, self.max_rows)
+        _check_size("requests", num_requests, self.max_requests)
         self._step.num_rows, self._step.num_requests = num_rows, num_requests
         self._library.run(self._commands, self._step, self._num_threads)
 
@@ -92,11 +104,10 @@ class Recorder:
         raise ValueError(f"{what} cannot be recorded: it computes at once, from results that are not there yet")
 
     def issue(
-        self, operator: str, arguments: ctypes.Structure, tensors: Sequence[Tensor], num_rows: int, num_requests: int = 0
+        self, operator: str, arguments: ctypes.Structure, tensors: Sequence[Tensor], num_rows: int, num_requests: int | None = None
     ) -> None:
-        """See `graftwork_kernels.cpu.issue.Issuer`; the two numbers are those of the step that the program is run in."""
-        del num_rows, num_requests
-        self._recorded.append(_Recorded(self.library.address(operator, type(arguments)), arguments))
+        """See `graftwork_kernels.cpu.issue.Issuer`; the two numbers are the most that a step may have when the program is run."""
+        self._recorded.append(_Recorded(self.library.address(operator, type(arguments)), arguments, num_rows, num_requests))
         self._kept.extend(tensors)
 
     def finish(self, *outputs: Tensor) -> Program:
@@ -134,6 +145,12 @@ class Recorder:
         own = {id(result.tensor) for result in results}
         kept = [tensor for tensor in self._kept if id(tensor) not in own and owner(tensor.data_ptr()) is None]
         return Program(self.library, self.num_threads, self._recorded, [*kept, arena], placed)
+
+
+def _check_size(what: str, number: int, limit: int | None) -> None:
+    if number < 0 or (limit is not None and number > limit):
+        most = "any number" if limit is None else f"0 to {limit}"
+        raise ValueError(f"run: expected {most} of {what}, as the program was recorded for, got {number}")
 
 
 def _pointers(arguments: ctypes.Structure) -> Iterator[tuple[ctypes.Structure, str]]:

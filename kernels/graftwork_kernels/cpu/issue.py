@@ -44,11 +44,12 @@ class Issuer(Protocol):
         ...
 
     def issue(
-        self, operator: str, arguments: ctypes.Structure, tensors: Sequence[Tensor], num_rows: int, num_requests: int = 0
+        self, operator: str, arguments: ctypes.Structure, tensors: Sequence[Tensor], num_rows: int, num_requests: int | None = None
     ) -> None:
         """Run or record ``operator`` with ``arguments``, which point into ``tensors``.
 
-        The two numbers are this call's; a recorded command gets those of the step that it is run in.
+        The two numbers are this call's, None for one that the operator does not look at. A recorded command gets those of the
+        step that it is run in, which are no larger.
         """
         ...
 
@@ -77,11 +78,11 @@ class Immediate:
         """See `Issuer`: it may be."""
 
     def issue(
-        self, operator: str, arguments: ctypes.Structure, tensors: Sequence[Tensor], num_rows: int, num_requests: int = 0
+        self, operator: str, arguments: ctypes.Structure, tensors: Sequence[Tensor], num_rows: int, num_requests: int | None = None
     ) -> None:
         """See `Issuer`; ``tensors`` live as long as the caller holds them, which is long enough."""
         del tensors
-        self._run(operator, arguments, Step(num_rows, num_requests))
+        self._run(operator, arguments, Step(num_rows, num_requests or 0))
 
     def _run(self, operator: str, arguments: ctypes.Structure, step: Step) -> None:
         command = Command(self.library.address(operator, type(arguments)), ctypes.addressof(arguments))

@@ -34,6 +34,7 @@ class Fault(IntEnum):
     POSITION_OUTSIDE = 3
     SLOT_OUTSIDE = 4
     CONTEXT_OUTSIDE = 5
+    NO_ROOM = 6
 
 
 FAULTS: Mapping[Fault, str] = {
@@ -42,6 +43,7 @@ FAULTS: Mapping[Fault, str] = {
     Fault.POSITION_OUTSIDE: "a position or a token id lies beyond its table",
     Fault.SLOT_OUTSIDE: "kv_slot: a slot lies beyond the cache",
     Fault.CONTEXT_OUTSIDE: "batch: a request's rows, context or blocks lie beyond the step's rows, its block table or the cache",
+    Fault.NO_ROOM: "an operator needs more memory to work in than it was given: its two halves are not of one version",
 }
 
 

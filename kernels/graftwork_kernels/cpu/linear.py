@@ -19,8 +19,8 @@ FLOAT_TYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, tor
 RANK_CHUNK = 128
 """`kRankChunk` of adapter.h."""
 
-PANEL_BYTES = 128
-"""Of one k of a panel of the widest machine, two vectors of 16 fp32: what a packed weight is rounded up to at most, for each k."""
+PANEL_COLUMNS = 32
+"""Of a panel of the widest machine, two vectors of 16 fp32: what a weight's columns are rounded up to at most."""
 
 
 class _PackArguments(ctypes.Structure):
@@ -57,10 +57,10 @@ class _LinearArguments(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_type", ctypes.c_int64),
         ("wide", ctypes.c_void_p),
-        ("wide_stride", ctypes.c_int64),
         ("pairs", ctypes.c_void_p),
-        ("product", ctypes.c_void_p),
-        ("h", ctypes.c_void_p),
+        ("apart", ctypes.c_void_p),
+        ("padded_in", ctypes.c_int64),
+        ("sums", ctypes.c_void_p),
         ("sites", ctypes.c_void_p),
         ("num_sites", ctypes.c_int64),
         ("pool", ctypes.c_void_p),
@@ -75,6 +75,7 @@ class _LinearArguments(ctypes.Structure):
         ("segment_start", ctypes.c_void_p),
         ("segment_adapter", ctypes.c_void_p),
         ("num_segments", ctypes.c_void_p),
+        ("h", ctypes.c_void_p),
     )
 
 
@@ -84,8 +85,7 @@ def prepare_weight(issuer: Issuer, weight: Tensor) -> Weight:
         return reference.prepare_weight(weight)
     matrix = weight.contiguous()
     out_features, in_features = matrix.shape
-    columns = PANEL_BYTES // 4
-    panels = torch.empty(-(-out_features // columns) * columns * (in_features + in_features % 2), dtype=weight.dtype)
+    panels = torch.empty(-(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS * (in_features + in_features % 2), dtype=weight.dtype)
     arguments = _PackArguments(matrix.data_ptr(), panels.data_ptr(), FLOAT_TYPES[weight.dtype], in_features, out_features)
     issuer.now("graftwork_pack", arguments)
     return Weight(panels, out_features, in_features, WeightLayout.PANELS)
@@ -141,7 +141,8 @@ def adapter_linear(
         issuer.compute("adapter_linear in plain torch")
         return reference.adapter_linear(x, weight, bias, memory, batch, sites, out_dtype)
     call = _Call(issuer, x, weight, bias, out_dtype)
-    call.add_adapters(memory, batch, sites)
+    if sites:
+        call.add_adapters(memory, batch, sites)
     return call.issue()
 
 
@@ -165,31 +166,27 @@ class _Call:
             out_features=weight.out_features,
             out=self._out.data_ptr(),
             out_type=FLOAT_TYPES[out_dtype],
+            padded_in=weight.in_features + weight.in_features % 2,
         )
         if bias is not None:
             bias = bias.contiguous()
             self._arguments.bias, self._arguments.bias_type = self._keep(bias), FLOAT_TYPES[bias.dtype]
-        self._widen(x)
 
-    def _widen(self, x: Tensor) -> None:
-        """Room for x in fp32, where it is not; and for the zero that makes a whole pair of an odd row's last element."""
-        arguments, in_features = self._arguments, x.shape[1]
-        if x.dtype == torch.float32:
-            arguments.wide, arguments.wide_stride = x.data_ptr(), x.stride(0)
-            return
-        arguments.wide_stride = in_features + in_features % 2
-        arguments.wide = self._scratch(arguments.wide_stride, torch.float32)
-        if in_features % 2:
-            arguments.pairs = self._scratch(in_features + 1, torch.bfloat16)
+    def _copy_rows(self, *, with_adapters: bool) -> None:
+        """Room for the copies of x that the kernel takes: in fp32, and in pairs of bf16, for a machine that multiplies them."""
+        arguments = self._arguments
+        if self._x.dtype == torch.bfloat16 or with_adapters:
+            arguments.wide = self._scratch(arguments.padded_in, torch.float32)
+        if self._x.dtype == torch.bfloat16 and (with_adapters or arguments.padded_in != arguments.in_features):
+            arguments.pairs = self._scratch(arguments.padded_in, torch.bfloat16)
 
     def add_adapters(self, memory: AdapterMemory, batch: AdapterBatch, sites: tuple[LinearSite, ...]) -> None:
         """Let each row's adapter add to the columns of ``sites``."""
-        if not sites:
-            return
         places = torch.tensor([[site.index, site.start, site.size] for site in sites])
         arguments = self._arguments
         arguments.sites, arguments.num_sites = self._keep(places), len(sites)
-        arguments.product = self._scratch(self._weight.out_features, torch.float32)
+        arguments.sums = self._scratch(-(-self._weight.out_features // PANEL_COLUMNS) * PANEL_COLUMNS, torch.float32)
+        arguments.apart = self._scratch(arguments.padded_in, torch.float32)
         arguments.h = self._scratch(len(sites) * RANK_CHUNK, torch.float32)
         arguments.pool, arguments.pool_bytes = self._keep(memory.pool), memory.pool.numel()
         arguments.row_offset, arguments.num_memory_rows = self._keep(memory.row_offset), memory.row_offset.numel()
@@ -200,6 +197,7 @@ class _Call:
 
     def issue(self) -> Tensor:
         """The result, computed now or whenever the command is run."""
+        self._copy_rows(with_adapters=bool(self._arguments.num_sites))
         self._issuer.issue("graftwork_linear", self._arguments, self._tensors, self._num_rows)
         return self._out
 

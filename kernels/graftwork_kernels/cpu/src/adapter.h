@@ -1,20 +1,22 @@
-// Adapters in memory, and what they add to a product: h = x Aᵀ (shrink), then h Bᵀ (expand). True ranks, any row type, nothing padded.
+// Adapters in memory, and what they add to a product: h = x Aᵀ (shrink), then h Bᵀ (expand). True ranks, any row type, nothing
+// padded.
 //
-// A row of h is a dot product whose order is fixed by its own length, and an output adds its ranks in ascending order. So what a row
-// gets does not depend on how many rows share its adapter.
+// A row of h is a dot product whose order is fixed by its own length, and an output adds its ranks in ascending order. So what a
+// row gets does not depend on how many rows share its adapter.
 
 #pragma once
 
 #include <type_traits>
 
 #include "step.h"
-#include "vec.h"
+#include "tile.h"
 
 namespace graftwork {
 
 constexpr int64_t kRankChunk = 128;  // ranks of one site whose h is kept at a time
 constexpr int64_t kSiteFields = 6;
 constexpr int64_t kQuantisedHead = 16;
+constexpr int64_t kLine = 64;  // bytes that memory is fetched in
 
 enum RowType : int64_t { kBf16 = 0, kFp32 = 1, kInt8 = 2, kE4m3 = 3 };
 
@@ -34,15 +36,6 @@ struct AdapterMemory {
     const int64_t* row_offset;
     const SiteRecord* sites;  // [num_adapters, num_sites]
     int64_t pool_bytes, num_rows, num_adapters, num_sites;
-};
-
-// The rows of a step grouped by adapter, as layout.AdapterBatch says.
-struct AdapterRows {
-    const int32_t* token_adapter;
-    const int64_t* permutation;
-    const int32_t* segment_start;
-    const int32_t* segment_adapter;
-    const int32_t* num_segments;
 };
 
 constexpr SiteRecord kNoSite{-1, -1, 0, 0, -1, -1};
@@ -73,29 +66,36 @@ inline const uint8_t* row_at(const AdapterMemory& memory, int64_t number, int64_
     return nullptr;
 }
 
-// How a row of each type is read: `vector(row, i)` the elements from i on, `element(row, i)` one, times `scale(row)`.
+// How a row of each type is read: `split(row, i)` two vectors of elements from i on, `element(row, i)` one, times `scale(row)`.
 template <int64_t kType>
 struct RowReader;
 
 template <>
 struct RowReader<kBf16> {
+    static constexpr int64_t kBytes = 2;
     static float scale(const uint8_t*) { return 1.0f; }
-    static Vec vector(const uint8_t* row, int64_t i) { return load(reinterpret_cast<const bf16*>(row) + i); }
+    static Split split(const uint8_t* row, int64_t i) { return graftwork::split(reinterpret_cast<const bf16*>(row) + i); }
     static float element(const uint8_t* row, int64_t i) { return widen(load_as<bf16>(row + 2 * i)); }
 };
 
 template <>
 struct RowReader<kFp32> {
+    static constexpr int64_t kBytes = 4;
     static float scale(const uint8_t*) { return 1.0f; }
-    static Vec vector(const uint8_t* row, int64_t i) { return load(reinterpret_cast<const float*>(row) + i); }
+    static Split split(const uint8_t* row, int64_t i) {
+        const float* from = reinterpret_cast<const float*>(row) + i;
+        return graftwork::split(load(from), load(from + kLanes));
+    }
     static float element(const uint8_t* row, int64_t i) { return load_as<float>(row + 4 * i); }
 };
 
 template <>
 struct RowReader<kInt8> {
+    static constexpr int64_t kBytes = 1;
     static float scale(const uint8_t* row) { return load_as<float>(row); }
-    static Vec vector(const uint8_t* row, int64_t i) {
-        return __builtin_convertvector(load_as<SignedBytes>(row + kQuantisedHead + i), Vec);
+    static Split split(const uint8_t* row, int64_t i) {
+        const Ints two = reinterpret_cast<Ints>(widen_halves(row + kQuantisedHead + i));
+        return {__builtin_convertvector(two << 24 >> 24, Vec), __builtin_convertvector(two << 16 >> 24, Vec)};
     }
     static float element(const uint8_t* row, int64_t i) { return static_cast<int8_t>(row[kQuantisedHead + i]); }
 };
@@ -103,9 +103,13 @@ struct RowReader<kInt8> {
 // OCP e4m3fn: exponent and mantissa move to fp32's places at once, 120 more turns bias 7 into 127; subnormals are scaled by hand.
 template <>
 struct RowReader<kE4m3> {
+    static constexpr int64_t kBytes = 1;
     static float scale(const uint8_t* row) { return load_as<float>(row); }
-    static Vec vector(const uint8_t* row, int64_t i) {
-        const Bits code = __builtin_convertvector(load_as<Bytes>(row + kQuantisedHead + i), Bits);
+    static Split split(const uint8_t* row, int64_t i) {
+        const Bits two = widen_halves(row + kQuantisedHead + i);
+        return {decode(two & 0xffu), decode(two >> 8)};
+    }
+    static Vec decode(Bits code) {
         const Bits magnitude = code & 0x7fu, sign = (code & 0x80u) << 24;
         const Vec normal = reinterpret_cast<Vec>((magnitude << 20) + (120u << 23));
         const Vec small = __builtin_convertvector(reinterpret_cast<Ints>(magnitude), Vec) * 0x1p-9f;
@@ -122,81 +126,139 @@ struct RowReader<kE4m3> {
     }
 };
 
-// h[member][rank] = x[member] · a[rank] for kRows rows of A and kMembers rows of x.
-template <int64_t kType, int kRows, int kMembers>
-inline void dot_tile(const uint8_t* const* a, const float* const* x, int64_t width, float* const* h) {
+// Rows of A that a tile of so many rows of x takes at once: its accumulators and the operands beside them fill the registers.
+constexpr int ranks_at_once(int num_members) {
+    for (int ranks = 8; ranks > 2; ranks /= 2)
+        if (ranks * num_members <= 2 * kTileRows) return ranks;
+    return 2;
+}
+
+// h[member * h_stride + rank] = x[member * x_stride ..] · a[rank] for kRanks rows of A and kMembers rows of x, whose elements stand
+// split, block by block of two vectors, the rest in order. From `next` on lies what will be read after these rows: it is fetched
+// meanwhile.
+template <int64_t kType, int kRanks, int kMembers>
+inline void dot_tile(const uint8_t* const* a, const float* x, int64_t x_stride, int64_t width, float* h, int64_t h_stride,
+                     const uint8_t* next) {
     using Reader = RowReader<kType>;
-    Vec acc[kRows][kMembers] = {};
+    constexpr int64_t kStep = 2 * kLanes;
+    Vec acc[kRanks][kMembers] = {};
     int64_t k = 0;
-    for (; k + kLanes <= width; k += kLanes) {
-        Vec element[kMembers];
-#pragma GCC unroll 4
-        for (int member = 0; member < kMembers; ++member) element[member] = load(x[member] + k);
-#pragma GCC unroll 4
-        for (int row = 0; row < kRows; ++row) {
-            const Vec w = Reader::vector(a[row], k);
-#pragma GCC unroll 4
-            for (int member = 0; member < kMembers; ++member) acc[row][member] = fma(w, element[member], acc[row][member]);
+    for (; k + kStep <= width; k += kStep) {
+#pragma GCC unroll 8
+        for (int64_t line = 0; line < kStep * kRanks * Reader::kBytes; line += kLine)
+            __builtin_prefetch(next + k * kRanks * Reader::kBytes + line);
+        Split w[kRanks];
+#pragma GCC unroll 8
+        for (int rank = 0; rank < kRanks; ++rank) w[rank] = Reader::split(a[rank], k);
+#pragma GCC unroll 12
+        for (int member = 0; member < kMembers; ++member) {
+            const Vec even = load(x + member * x_stride + k), odd = load(x + member * x_stride + k + kLanes);
+#pragma GCC unroll 8
+            for (int rank = 0; rank < kRanks; ++rank) acc[rank][member] = fma(w[rank].even, even, acc[rank][member]);
+#pragma GCC unroll 8
+            for (int rank = 0; rank < kRanks; ++rank) acc[rank][member] = fma(w[rank].odd, odd, acc[rank][member]);
         }
     }
-    for (int row = 0; row < kRows; ++row)
+    for (int rank = 0; rank < kRanks; ++rank)
         for (int member = 0; member < kMembers; ++member) {
-            float total = sum(acc[row][member]);
-            for (int64_t rest = k; rest < width; ++rest) total = fma(Reader::element(a[row], rest), x[member][rest], total);
-            h[member][row] = total * Reader::scale(a[row]);
+            float total = sum(acc[rank][member]);
+            const float* row = x + member * x_stride;
+            for (int64_t rest = k; rest < width; ++rest) total = fma(Reader::element(a[rank], rest), row[rest], total);
+            h[member * h_stride + rank] = total * Reader::scale(a[rank]);
         }
 }
 
-template <int64_t kType, int kRows>
-inline void dot_rows(const uint8_t* const* a, const float* const* x, int64_t num_members, int64_t width, float* const* h) {
-    int64_t member = 0;
-    for (; member + 3 <= num_members; member += 3) dot_tile<kType, kRows, 3>(a, x + member, width, h + member);
-    for (; member < num_members; ++member) dot_tile<kType, kRows, 1>(a, x + member, width, h + member);
+// The same for any number of rows of A.
+template <int64_t kType, int kMembers>
+inline void dot_rows(const uint8_t* const* a, int64_t num_ranks, const float* x, int64_t x_stride, int64_t width, float* h,
+                     int64_t h_stride, const uint8_t* next) {
+    constexpr int kRanks = ranks_at_once(kMembers);
+    int64_t rank = 0;
+    for (; rank + kRanks <= num_ranks; rank += kRanks, next += kRanks * RowReader<kType>::kBytes * width)
+        dot_tile<kType, kRanks, kMembers>(a + rank, x, x_stride, width, h + rank, h_stride, next);
+    for (; rank < num_ranks; ++rank) dot_tile<kType, 1, kMembers>(a + rank, x, x_stride, width, h + rank, h_stride, next);
 }
 
-// y[member][0 .. width) += Σ_rank h[member][rank] * b[rank], kMembers rows of y and kVectors vectors of each at a time.
-template <int64_t kType, int kMembers, int kVectors>
-inline int64_t axpy_tiles(const uint8_t* const* b, const float* const* h, int64_t num_ranks, int64_t column, int64_t begin, int64_t end,
-                          float* const* y) {
+// Some rows of B: row i begins at pool + offset[i].
+struct RankRows {
+    const uint8_t* pool;
+    const int64_t* offset;
+    int64_t count;
+
+    const uint8_t* at(int64_t rank) const { return pool + offset[rank]; }
+};
+
+// Sums of a run's rows, panel by panel: those of row i begin at rows + i * stride.
+struct Sums {
+    float* rows;
+    int64_t stride;
+
+    float* panel(int64_t row, int64_t column) const { return rows + row * stride + column / kPanel * kPanel; }
+};
+
+// sums[member][to ..] += Σ_rank h[member * h_stride + rank] * b[rank][from ..] for kMembers rows and kPanels whole panels.
+template <int64_t kType, int kMembers, int kPanels>
+inline void add_to_panels(const RankRows& b, int64_t from, const float* h, int64_t h_stride, Sums sums, int64_t to) {
     using Reader = RowReader<kType>;
-    for (; begin + kVectors * kLanes <= end; begin += kVectors * kLanes) {
-        Vec acc[kMembers][kVectors];
+    Split total[kMembers][kPanels];
+#pragma GCC unroll 12
+    for (int member = 0; member < kMembers; ++member)
 #pragma GCC unroll 4
-        for (int member = 0; member < kMembers; ++member)
-#pragma GCC unroll 8
-            for (int vector = 0; vector < kVectors; ++vector) acc[member][vector] = load(y[member] + begin + vector * kLanes);
-        for (int64_t rank = 0; rank < num_ranks; ++rank) {
-            const float scale = Reader::scale(b[rank]);
-            Vec element[kMembers];
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const float* place = sums.panel(member, to) + panel * kPanel;
+            total[member][panel] = {load(place), load(place + kLanes)};
+        }
+    for (int64_t rank = 0; rank < b.count; ++rank) {
+        const uint8_t* row = b.at(rank);
+        const float scale = Reader::scale(row);
+        Vec element[kMembers];
+#pragma GCC unroll 12
+        for (int member = 0; member < kMembers; ++member) element[member] = splat(h[member * h_stride + rank] * scale);
 #pragma GCC unroll 4
-            for (int member = 0; member < kMembers; ++member) element[member] = splat(h[member][rank] * scale);
-#pragma GCC unroll 8
-            for (int vector = 0; vector < kVectors; ++vector) {
-                const Vec w = Reader::vector(b[rank], column + begin + vector * kLanes);
-#pragma GCC unroll 4
-                for (int member = 0; member < kMembers; ++member) acc[member][vector] = fma(element[member], w, acc[member][vector]);
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const Split w = Reader::split(row, from + panel * kPanel);
+#pragma GCC unroll 12
+            for (int member = 0; member < kMembers; ++member) {
+                total[member][panel].even = fma(element[member], w.even, total[member][panel].even);
+                total[member][panel].odd = fma(element[member], w.odd, total[member][panel].odd);
             }
         }
-#pragma GCC unroll 4
-        for (int member = 0; member < kMembers; ++member)
-#pragma GCC unroll 8
-            for (int vector = 0; vector < kVectors; ++vector) store(y[member] + begin + vector * kLanes, acc[member][vector]);
     }
-    return begin;
+#pragma GCC unroll 12
+    for (int member = 0; member < kMembers; ++member)
+#pragma GCC unroll 4
+        for (int panel = 0; panel < kPanels; ++panel) {
+            float* place = sums.panel(member, to) + panel * kPanel;
+            store(place, total[member][panel].even);
+            store(place + kLanes, total[member][panel].odd);
+        }
 }
 
+// The same for single columns: those of a panel that a projection does not fill.
 template <int64_t kType, int kMembers>
-inline void axpy(const uint8_t* const* b, const float* const* h, int64_t num_ranks, int64_t column, int64_t width, float* const* y) {
+inline void add_columns(const RankRows& b, int64_t from, int64_t count, const float* h, int64_t h_stride, Sums sums, int64_t to) {
     using Reader = RowReader<kType>;
-    int64_t done = axpy_tiles<kType, kMembers, kMembers == 1 ? 8 : 4>(b, h, num_ranks, column, 0, width, y);
-    done = axpy_tiles<kType, kMembers, 1>(b, h, num_ranks, column, done, width, y);
-    for (; done < width; ++done)
+    for (int64_t i = 0; i < count; ++i)
         for (int member = 0; member < kMembers; ++member) {
-            float total = y[member][done];
-            for (int64_t rank = 0; rank < num_ranks; ++rank)
-                total = fma(h[member][rank] * Reader::scale(b[rank]), Reader::element(b[rank], column + done), total);
-            y[member][done] = total;
+            float& total = sums.panel(member, to + i)[place_in_panel((to + i) % kPanel)];
+            for (int64_t rank = 0; rank < b.count; ++rank) {
+                const uint8_t* row = b.at(rank);
+                total = fma(h[member * h_stride + rank] * Reader::scale(row), Reader::element(row, from + i), total);
+            }
         }
+}
+
+// The same for any number of columns.
+template <int64_t kType, int kMembers>
+inline void add_ranks(const RankRows& b, int64_t from, int64_t count, const float* h, int64_t h_stride, Sums sums, int64_t to) {
+    constexpr int kAtOnce = kMembers == 1 ? 4 : (4 * kMembers <= 2 * kTileRows ? 2 : 1);  // panels: their sums fill the registers
+    int64_t i = (kPanel - to % kPanel) % kPanel;
+    i = i < count ? i : count;
+    add_columns<kType, kMembers>(b, from, i, h, h_stride, sums, to);
+    for (; i + kAtOnce * kPanel <= count; i += kAtOnce * kPanel)
+        add_to_panels<kType, kMembers, kAtOnce>(b, from + i, h, h_stride, sums, to + i);
+    for (; i + kPanel <= count; i += kPanel) add_to_panels<kType, kMembers, 1>(b, from + i, h, h_stride, sums, to + i);
+    add_columns<kType, kMembers>(b, from + i, count - i, h, h_stride, sums, to + i);
 }
 
 // Call `body` with the row type as a constant.
@@ -208,6 +270,13 @@ inline void with_row_type(int64_t type, Body&& body) {
         case kInt8: body(std::integral_constant<int64_t, kInt8>{}); break;
         default: body(std::integral_constant<int64_t, kE4m3>{}); break;
     }
+}
+
+// Call `body` with `count`, 1 .. kMost, as a constant.
+template <int kMost, class Body>
+inline void with_count(int64_t count, Body&& body) {
+    if (count == kMost) return body(std::integral_constant<int, kMost>{});
+    if constexpr (kMost > 1) with_count<kMost - 1>(count, body);
 }
 
 }  // namespace graftwork

@@ -64,49 +64,55 @@ private:
 };
 
 template <class T>
-void attend(const AttentionArguments& a, Step& step, const Work& work, int64_t task) {
+void attend(const AttentionArguments& a, Step& step, const Work& work, int64_t task, float* memory) {
     const int64_t kv_head = task % a.num_kv_heads, piece = task / a.num_kv_heads;
     if (work.request.num_rows > 1) {
         const int64_t tile = work.num_tasks / a.num_kv_heads - 1 - piece;  // the longest first
-        PrefillTask<T>(a, step, work.request, tile * rows_per_tile(a), kv_head).attend();
+        PrefillTask<T>(a, step, work.request, tile * rows_per_tile(a), kv_head, memory).attend();
     } else if (work.num_slots == 0) {
-        DecodeTask<T>(a, step, work.request, kv_head).attend();
+        DecodeTask<T>(a, step, work.request, kv_head, memory).attend();
     } else {
         const int64_t slot = (work.first_slot + piece) * a.num_kv_heads + kv_head;
-        DecodeTask<T>(a, step, work.request, kv_head).attend_chunk(piece, a.partials + slot * DecodeTask<T>::partial_size(a));
+        float* partial = a.partials + slot * DecodeTask<T>::partial_size(a);
+        DecodeTask<T>(a, step, work.request, kv_head, memory).attend_chunk(piece, partial);
     }
 }
 
 template <class T>
-void gather(const AttentionArguments& a, Step& step, const Work& work, int64_t kv_head) {
+void gather(const AttentionArguments& a, Step& step, const Work& work, int64_t kv_head, float* memory) {
     const int64_t size = DecodeTask<T>::partial_size(a);
     const float* partials = a.partials + (work.first_slot * a.num_kv_heads + kv_head) * size;
-    DecodeTask<T>(a, step, work.request, kv_head).gather(partials, a.num_kv_heads * size);
+    DecodeTask<T>(a, step, work.request, kv_head, memory).gather(partials, a.num_kv_heads * size);
 }
 
-// Rows after those of the last request.
+// Rows before those of the first request, and after those of the last.
 template <class T>
 void clear_rest(const AttentionArguments& a, const Step& step) {
     const int64_t width = a.num_heads * a.head_dim;
-    const int64_t first = std::clamp<int64_t>(a.query_start[step.num_requests], 0, step.num_rows);
-    std::fill_n(static_cast<T*>(a.out) + first * width, (step.num_rows - first) * width, T{});
+    const int64_t first = std::clamp<int64_t>(a.query_start[0], 0, step.num_rows);
+    const int64_t last = std::clamp<int64_t>(a.query_start[step.num_requests], first, step.num_rows);
+    T* out = static_cast<T*>(a.out);
+    std::fill_n(out, first * width, T{});
+    std::fill_n(out + last * width, (step.num_rows - last) * width, T{});
 }
 
 template <class T>
 void attend_step(const AttentionArguments& a, Step& step, Team& team) {
+    if (std::max(DecodeTask<T>::workspace(a), PrefillTask<T>::workspace(a)) > a.workspace_floats) return report(step, kNoRoom);
+    float* memory = a.workspace + team.rank * a.workspace_floats;
     // A thread alone has nobody to share chunks with; the result is the same.
     const int64_t num_slots = team.size > 1 ? a.num_slots : 0;
     Schedule attending(a, step, num_slots, Phase::kAttend);
     team.share(attending.num_tasks + 1, [&](int64_t task) {
         if (task == attending.num_tasks) return clear_rest<T>(a, step);
         const Work& work = attending.find(task);
-        attend<T>(a, step, work, task - work.first_task);
+        attend<T>(a, step, work, task - work.first_task, memory);
     });
     Schedule gathering(a, step, num_slots, Phase::kGather);
     if (gathering.num_tasks == 0) return;
     team.share(gathering.num_tasks, [&](int64_t task) {
         const Work& work = gathering.find(task);
-        gather<T>(a, step, work, task - work.first_task);
+        gather<T>(a, step, work, task - work.first_task, memory);
     });
 }
 

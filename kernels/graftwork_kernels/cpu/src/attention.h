@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "step.h"
 #include "tile.h"
@@ -19,11 +18,12 @@ struct AttentionArguments {
     const int32_t* context_len;           // [R]
     const int32_t* block_table;           // [R, table_width], rows `table_stride` elements apart
     float* partials;                      // [num_slots, ...]: `Partial` of every head
+    float* workspace;                     // [threads, workspace_floats]: what a thread works in
     void* out;                            // [T, num_heads, head_dim]
     int64_t q_stride, table_stride, table_width;
     int64_t num_heads, num_kv_heads, head_dim;
     int64_t num_blocks, block_size;
-    int64_t num_slots;
+    int64_t num_slots, workspace_floats;
     float scale;
     int32_t is_bf16;
 
@@ -92,15 +92,11 @@ inline float weights_of(float* scores, int64_t count, float top) {
     return sum(total);
 }
 
-// A thread's working memory for one task, handed out piece by piece.
+// A thread's working memory for one task, handed out piece by piece. It was allocated before the threads began: none of them could
+// report that there is no more.
 class Workspace {
 public:
-    explicit Workspace(int64_t num_floats) {
-        static thread_local std::vector<float> memory;
-        if (static_cast<int64_t>(memory.size()) < num_floats + kAlign) memory.resize(num_floats + kAlign);
-        const auto address = reinterpret_cast<uintptr_t>(memory.data());
-        next_ = memory.data() + (64 - address % 64) % 64 / sizeof(float);
-    }
+    explicit Workspace(float* memory) : next_(memory) {}
 
     float* take(int64_t num_floats) {
         float* piece = next_;
@@ -109,7 +105,6 @@ public:
     }
 
 private:
-    static constexpr int64_t kAlign = 64 / sizeof(float);
     float* next_;
 };
 

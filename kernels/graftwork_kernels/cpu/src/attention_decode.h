@@ -7,6 +7,9 @@
 
 #include "attention.h"
 
+// A call would spill what is being summed, and goes through a table in a shared library.
+#define GRAFTWORK_INLINE inline __attribute__((always_inline))
+
 namespace graftwork {
 
 constexpr int kHeadsAtOnce = kLanes == 16 ? 4 : 3;  // four keys' sums for each of them fit in registers
@@ -25,6 +28,25 @@ inline Pair load_pair(const bf16* from) {
     const Bits words = load_as<Bits>(from);
     return {reinterpret_cast<Vec>(words << 16), reinterpret_cast<Vec>(words & 0xffff0000u)};
 }
+
+// The nearest bf16 in the upper half of each lane, halves to even; NaN stays NaN.
+inline Bits rounded_to_bf16(Vec value) {
+    const Bits bits = reinterpret_cast<Bits>(value);
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) | reinterpret_cast<Bits>(value != value);
+}
+
+inline void store_pair(float* to, Pair pair) {
+    store(to, pair.first);
+    store(to + kLanes, pair.second);
+}
+
+inline void store_pair(bf16* to, Pair pair) {
+    const Bits words = (rounded_to_bf16(pair.first) >> 16) | (rounded_to_bf16(pair.second) & 0xffff0000u);
+    std::memcpy(to, &words, sizeof(words));
+}
+
+template <class T>
+constexpr int64_t kLine = 64 / sizeof(T);  // elements that memory hands over at a time
 
 // Where element `index` of a row lies once its pairs have been loaded.
 template <class T>
@@ -78,24 +100,37 @@ inline void store_sums(float* to, Vec a, Vec b, Vec c, Vec d) {
     std::memcpy(to, &total, sizeof(total));
 }
 
+// The same value, loaded once: what is used twice the compiler would fetch twice, and loads are what the machine has least of.
+inline Vec held(Vec value) {
+#if (defined(__AVX512F__) && GRAFTWORK_LANES == 16) || (defined(__AVX2__) && GRAFTWORK_LANES == 8)
+    __asm__("" : "+v"(value));
+#endif
+    return value;
+}
+
 // sums[key][head] += query[head] * keys[key], lane by lane.
 template <int kHeads, class T>
-inline void multiply_two(const float* query, int64_t width, const T* first, const T* second, Vec (&sums)[2][kHeads]) {
+GRAFTWORK_INLINE void multiply_two(const float* query, int64_t width, const T* first, const T* second, Vec (&sums)[2][kHeads]) {
     for (int64_t i = 0; i < width; i += kPair) {
         const Pair pairs[2] = {load_pair(first + i), load_pair(second + i)};
 #pragma GCC unroll 4
         for (int head = 0; head < kHeads; ++head) {
-            const Pair q{load(query + head * width + i), load(query + head * width + i + kLanes)};
+            const Vec q = held(load(query + head * width + i));
 #pragma GCC unroll 2
-            for (int key = 0; key < 2; ++key)
-                sums[key][head] = fma(pairs[key].second, q.second, fma(pairs[key].first, q.first, sums[key][head]));
+            for (int key = 0; key < 2; ++key) sums[key][head] = fma(pairs[key].first, q, sums[key][head]);
+        }
+#pragma GCC unroll 4
+        for (int head = 0; head < kHeads; ++head) {
+            const Vec q = held(load(query + head * width + i + kLanes));
+#pragma GCC unroll 2
+            for (int key = 0; key < 2; ++key) sums[key][head] = fma(pairs[key].second, q, sums[key][head]);
         }
     }
 }
 
 // scores[head][0 .. 4] = query[head] · keys[0 .. 4].
 template <int kHeads, class T>
-inline void score_four(const float* query, int64_t width, const T* keys, const int64_t* offsets, float* scores) {
+GRAFTWORK_INLINE void score_four(const float* query, int64_t width, const T* keys, const int64_t* offsets, float* scores) {
     Vec low[2][kHeads] = {}, high[2][kHeads] = {};
     multiply_two<kHeads>(query, width, keys + offsets[0], keys + offsets[1], low);
     multiply_two<kHeads>(query, width, keys + offsets[2], keys + offsets[3], high);
@@ -104,12 +139,14 @@ inline void score_four(const float* query, int64_t width, const T* keys, const i
         store_sums(scores + head * kChunk, low[0][head], low[1][head], high[0][head], high[1][head]);
 }
 
-// sums[head] = sum over the keys of weights[head][key] * values[key], for a pair of columns.
-template <int kHeads, class T>
+// sums[head] = sum over the keys of weights[head][key] * values[key], for a pair of columns. With kFetches, the rows' next line
+// comes meanwhile.
+template <int kHeads, bool kFetches, class T>
 inline void weigh(const float* weights, const T* values, const int64_t* offsets, int64_t count, float* sums, int64_t width) {
     Vec first[kHeads] = {}, second[kHeads] = {};
     for (int64_t key = 0; key < count; ++key) {
         const Pair pair = load_pair(values + offsets[key]);
+        if constexpr (kFetches) __builtin_prefetch(values + offsets[key] + kLine<T>);
 #pragma GCC unroll 4
         for (int head = 0; head < kHeads; ++head) {
             const Vec weight = splat(weights[head * kChunk + key]);
@@ -150,17 +187,19 @@ inline void by_heads(int64_t group, Body&& body) {
 template <class T>
 class DecodeTask {
 public:
-    DecodeTask(const AttentionArguments& arguments, Step& step, const Request& request, int64_t kv_head)
+    DecodeTask(const AttentionArguments& arguments, Step& step, const Request& request, int64_t kv_head, float* memory)
         : a_(arguments), step_(step), request_(request), kv_head_(kv_head), group_(a_.group()), width_(width(a_)),
-          is_padded_(width_ != a_.head_dim),
-          work_(group_ * (width_ + kChunk) + 2 * partial_size(a_) + is_padded_ * kChunk * width_),
+          is_padded_(width_ != a_.head_dim), work_(memory),
           query_(work_.take(group_ * width_)), scores_(work_.take(group_ * kChunk)), state_(work_.take(partial_size(a_))),
           piece_(work_.take(partial_size(a_))), padded_(reinterpret_cast<T*>(work_.take(is_padded_ * kChunk * width_))) {
         const T* heads = static_cast<const T*>(a_.q) + request_.first_row * a_.q_stride + kv_head_ * group_ * a_.head_dim;
-        std::fill_n(query_, group_ * width_, 0.0f);
-        for (int64_t head = 0; head < group_; ++head)
-            for (int64_t i = 0; i < a_.head_dim; ++i)
-                query_[head * width_ + paired<T>(i)] = read(heads + head * a_.head_dim + i) * a_.scale;
+        for (int64_t head = 0; head < group_; ++head) load_query(heads + head * a_.head_dim, query_ + head * width_);
+    }
+
+    // Floats that a task works in.
+    static int64_t workspace(const AttentionArguments& a) {
+        const int64_t padded = width(a) != a.head_dim ? kChunk * width(a) : 0;
+        return a.group() * (width(a) + kChunk) + 2 * partial_size(a) + padded;
     }
 
     // Floats of one `Partial`.
@@ -200,6 +239,17 @@ public:
 private:
     static int64_t width(const AttentionArguments& a) { return round_up(a.head_dim, kPair); }
 
+    void load_query(const T* head, float* query) const {
+        int64_t i = 0;
+        for (; i + kPair <= a_.head_dim; i += kPair) {
+            const Pair pair = load_pair(head + i);
+            store(query + i, pair.first * a_.scale);
+            store(query + i + kLanes, pair.second * a_.scale);
+        }
+        std::fill(query + i, query + width_, 0.0f);
+        for (; i < a_.head_dim; ++i) query[paired<T>(i)] = read(head + i) * a_.scale;
+    }
+
     void score(int64_t count) {
         const T* keys = rows_of(a_.k_cache, count);
         const T* values = static_cast<const T*>(a_.v_cache) + kv_head_ * a_.head_elements();
@@ -208,16 +258,17 @@ private:
                 if (head == 0)
                     for (int64_t next = key; next < key + 4; ++next) {
                         fetch_row(keys + rows_[next + kAhead]);
-                        fetch_row(values + offsets_[next]);
+                        __builtin_prefetch(values + offsets_[next]);
                     }
                 score_four<heads>(query_ + head * width_, width_, keys, rows_ + key, scores_ + head * kChunk + key);
             }
         });
     }
 
-    // Blocks lie apart, so the machine does not see by itself what is read next. Values come while the keys are computed.
+    // Blocks lie apart, so the machine does not see by itself what is read next. While keys are computed those ahead come, and of
+    // each row of values the first line; the rest comes while the line before it is computed, so that memory is not idle for long.
     void fetch_row(const T* row) const {
-        for (int64_t i = 0; i < a_.head_dim; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
+        for (int64_t i = 0; i < a_.head_dim; i += kLine<T>) __builtin_prefetch(row + i);
     }
 
     void weigh_values(int64_t count, const Partial& result) {
@@ -225,7 +276,12 @@ private:
         by_heads(group_, [&](auto heads, int64_t head) {
             const float* weights = scores_ + head * kChunk;
             float* sums = result.values + head * width_;
-            for (int64_t i = 0; i < width_; i += kPair) weigh<heads>(weights, values + i, rows_, count, sums + i, width_);
+            for (int64_t i = 0; i < width_; i += kPair) {
+                if (head == 0 && i % kLine<T> == 0 && i + kLine<T> < width_)
+                    weigh<heads, true>(weights, values + i, rows_, count, sums + i, width_);
+                else
+                    weigh<heads, false>(weights, values + i, rows_, count, sums + i, width_);
+            }
         });
     }
 
@@ -252,7 +308,8 @@ private:
             state.max[head] = top;
             state.sum[head] = graftwork::fma(state.sum[head], before[0], piece.sum[head] * added[0]);
             float *sums = state.values + head * width_, *terms = piece.values + head * width_;
-            for (int64_t i = 0; i < width_; i += kLanes) store(sums + i, graftwork::fma(load(sums + i), before, load(terms + i) * added));
+            for (int64_t i = 0; i < width_; i += kLanes)
+                store(sums + i, graftwork::fma(load(sums + i), before, load(terms + i) * added));
         }
     }
 
@@ -260,8 +317,14 @@ private:
         const Partial state(state_, group_);
         T* out = static_cast<T*>(a_.out) + (request_.first_row * a_.num_heads + kv_head_ * group_) * a_.head_dim;
         for (int64_t head = 0; head < group_; ++head)
-            for (int64_t i = 0; i < a_.head_dim; ++i)
-                write(out + head * a_.head_dim + i, state.values[head * width_ + paired<T>(i)] / state.sum[head]);
+            store_head(state.values + head * width_, state.sum[head], out + head * a_.head_dim);
+    }
+
+    void store_head(const float* sums, float total, T* out) const {
+        int64_t i = 0;
+        for (; i + kPair <= a_.head_dim; i += kPair)
+            store_pair(out + i, {load(sums + i) / total, load(sums + i + kLanes) / total});
+        for (; i < a_.head_dim; ++i) write(out + i, sums[paired<T>(i)] / total);
     }
 
     const AttentionArguments& a_;

@@ -20,15 +20,21 @@ template <class T>
 class PrefillTask {
 public:
     // Rows first .. first + rows_per_tile of the request, as far as it has them, before the key head `kv_head`.
-    PrefillTask(const AttentionArguments& arguments, Step& step, const Request& request, int64_t first, int64_t kv_head)
+    PrefillTask(const AttentionArguments& arguments, Step& step, const Request& request, int64_t first, int64_t kv_head,
+                float* memory)
         : a_(arguments), step_(step), request_(request), kv_head_(kv_head), first_row_(request.first_row + first),
           first_position_(request.context - request.num_rows + first),
           num_queries_(std::min(rows_per_tile(a_), request.num_rows - first) * a_.group()),
-          height_(round_up(num_queries_, kTileRows)), width_(round_up(a_.head_dim, kPanel)),
-          work_(height_ * (a_.head_dim + width_ + 2) + kKeyTile * (a_.head_dim + width_) + kTileRows * kKeyTile),
+          height_(round_up(num_queries_, kTileRows)), width_(round_up(a_.head_dim, kPanel)), work_(memory),
           queries_(work_.take(height_ * a_.head_dim)), keys_(work_.take(kKeyTile * a_.head_dim)),
           values_(work_.take(kKeyTile * width_)), sums_(work_.take(height_ * width_)), scores_(work_.take(kTileRows * kKeyTile)),
           max_(work_.take(height_)), total_(work_.take(height_)) {}
+
+    // Floats that a task works in.
+    static int64_t workspace(const AttentionArguments& a) {
+        const int64_t height = round_up(rows_per_tile(a) * a.group(), kTileRows), width = round_up(a.head_dim, kPanel);
+        return height * (a.head_dim + width + 2) + kKeyTile * (a.head_dim + width) + kTileRows * kKeyTile;
+    }
 
     void attend() {
         load_queries();

@@ -1,11 +1,11 @@
 // A linear with each row's own adapter added: y = c ⊙ (x Wᵀ + h Bᵀ) + bias, h = x Aᵀ.
 //
-//     widen x ─▶ product of all rows   ─▶ base rows: bias, cast, done
-//                h of the first ranks     adapter rows: kept in fp32 ─▶ expand ─▶ (more ranks: h, expand) ─▶ c, bias, cast
+//     x in the order of the adapters, in fp32 ─▶ h of all rows ─▶ tiles of x Wᵀ, and before one is put away: + h Bᵀ, c, bias, cast
 //
-// The three parts are three shared loops; the middle one deals base and adapter work together, so neither waits for the other.
+// What a tile will read of B is fetched while the base's product is computed, which leaves memory idle. Ranks beyond a chunk take
+// more rounds of h and h Bᵀ, between which the sums are kept.
 
-#include "adapter.h"
+#include "adapter_rows.h"
 #include "product.h"
 
 using namespace graftwork;
@@ -13,10 +13,6 @@ using namespace graftwork;
 namespace {
 
 enum FloatType : int64_t { kFloat32 = 0, kBfloat16 = 1 };
-
-constexpr int64_t kColumnBlock = 256;  // columns that one task expands: half a KB of each row of B
-constexpr int64_t kMemberBlock = 48;   // rows of one segment in one task
-constexpr int64_t kRankBlock = 16;     // rows of A in one task
 
 struct LinearArguments {
     const void* x;
@@ -28,341 +24,242 @@ struct LinearArguments {
     int64_t bias_type;
     void* out;
     int64_t out_type;
-    float* wide;  // scratch [rows, wide_stride]: x in fp32, zeros up to a whole pair; x itself where that is fp32
-    int64_t wide_stride;
-    bf16* pairs;  // scratch [rows, in + 1]: x with a zero behind it, where `in` is odd and x bf16; else null
-    float* product;  // scratch [rows, out]: adapter rows before their bias; null without adapters
-    float* h;        // scratch [rows, sites, kRankChunk]
-    const Site* sites;
-    int64_t num_sites;
-    AdapterMemory memory;
-    AdapterRows rows;
+    float* wide;   // scratch [rows, padded_in]: x in fp32 and in the order of the adapters; null where x is both
+    bf16* pairs;   // scratch [rows, padded_in]: bf16 x in that order and padded; null where it is both
+    float* apart;  // scratch [rows, padded_in]: x as dot_tile reads it; null without adapters
+    int64_t padded_in;  // whole pairs, zero beyond `in`
+    float* sums;  // scratch [rows, out in whole panels]: between rounds; null without adapters
+    AdapterSites adapters;
 };
 
-Vec load_bias(const LinearArguments& arguments, int64_t column) {
-    if (arguments.bias == nullptr) return Vec{};
-    if (arguments.bias_type == kFloat32) return load(static_cast<const float*>(arguments.bias) + column);
-    return load(static_cast<const bf16*>(arguments.bias) + column);
-}
+constexpr int64_t kBlockRows = 48;
+constexpr int64_t kBlockColumns = kMostPanels * kPanel;
 
-float bias_at(const LinearArguments& arguments, int64_t column) {
-    if (arguments.bias == nullptr) return 0.0f;
-    if (arguments.bias_type == kFloat32) return static_cast<const float*>(arguments.bias)[column];
-    return widen(static_cast<const bf16*>(arguments.bias)[column]);
-}
+// A block of a product: some rows, in the order of the adapters, times the panels of a task. It stays near while it is completed.
+struct alignas(64) Block {
+    float sums[kBlockRows][kBlockColumns];
+};
 
-void write_out(const LinearArguments& arguments, int64_t row, int64_t column, float value) {
-    const int64_t place = row * arguments.out_features + column;
-    if (arguments.out_type == kFloat32)
-        static_cast<float*>(arguments.out)[place] = value;
-    else
-        static_cast<bf16*>(arguments.out)[place] = narrow(value);
-}
+// What ends some columns: y = scale ⊙ sums + bias.
+struct Ending {
+    float scale[kBlockColumns], bias[kBlockColumns];  // written where there are any
+    bool has_scale, has_bias;
 
-void store_out(const LinearArguments& arguments, int64_t row, int64_t column, Vec value) {
-    const int64_t place = row * arguments.out_features + column;
-    if (arguments.out_type == kFloat32)
-        store(static_cast<float*>(arguments.out) + place, value);
-    else
-        store(static_cast<bf16*>(arguments.out) + place, value);
-}
-
-// A panel of one base row's product: bias and cast.
-void finish_base(const LinearArguments& arguments, int64_t row, int64_t column, const Vec* panel) {
-    for (int half = 0; half < 2; ++half, column += kLanes) {
-        if (column + kLanes <= arguments.out_features) {
-            store_out(arguments, row, column, panel[half] + load_bias(arguments, column));
-            continue;
-        }
-        float lanes[kLanes];
-        store(lanes, panel[half]);
-        for (int64_t lane = 0; column + lane < arguments.out_features; ++lane)
-            write_out(arguments, row, column + lane, lanes[lane] + bias_at(arguments, column + lane));
+    Vec end(Vec value, int64_t i) const {
+        if (has_scale) return fma(value, load(scale + i), load(bias + i));
+        return has_bias ? value + load(bias + i) : value;
     }
-}
-
-// The same for an adapter's row: kept as it is.
-void keep_product(const LinearArguments& arguments, int64_t row, int64_t column, const Vec* panel) {
-    float* to = arguments.product + row * arguments.out_features;
-    for (int half = 0; half < 2; ++half, column += kLanes) {
-        if (column + kLanes <= arguments.out_features) {
-            store(to + column, panel[half]);
-            continue;
-        }
-        float lanes[kLanes];
-        store(lanes, panel[half]);
-        for (int64_t lane = 0; column + lane < arguments.out_features; ++lane) to[column + lane] = lanes[lane];
+    float end(float value, int64_t i) const {
+        if (has_scale) return fma(value, scale[i], bias[i]);
+        return has_bias ? value + bias[i] : value;
     }
+};
+
+// `count` columns of one row: out of their panels, ended and cast.
+template <class Out>
+void write_row(Out* to, const float* sums, int64_t count, const Ending& ending) {
+    int64_t i = 0;
+    for (; i + kPanel <= count; i += kPanel) {
+        Vec first, second;
+        join({load(sums + i), load(sums + i + kLanes)}, first, second);
+        store(to + i, ending.end(first, i));
+        store(to + i + kLanes, ending.end(second, i + kLanes));
+    }
+    for (int64_t rest = 0; i + rest < count; ++rest) write(to + i + rest, ending.end(sums[i + place_in_panel(rest)], i + rest));
 }
 
-// The adapters of a step, walked segment by segment and site by site.
-class Adapters {
+// One task of a product: its panels, and what becomes of them. Told by `multiply` which rows come, and given their sums.
+class Columns {
 public:
-    Adapters(const LinearArguments& arguments, Step& step)
-        : arguments_(arguments), step_(step), num_segments_(arguments.num_sites > 0 ? *arguments.rows.num_segments : 0) {
-        for (int64_t segment = 0; segment < num_segments_; ++segment) {
-            num_member_blocks_ += member_blocks(segment);
-            for (int64_t site = 0; site < arguments.num_sites; ++site) {
-                const int64_t rank = record(segment, site).rank;
-                most_ranks_ = rank > most_ranks_ ? rank : most_ranks_;
+    Columns(const LinearArguments& arguments, const Adapters& adapters, int64_t first_panel, int64_t last_panel)
+        : arguments_(arguments), adapters_(adapters), column_(first_panel * kPanel), num_panels_(last_panel - first_panel) {
+        const int64_t left = arguments.out_features - column_;
+        count_ = num_panels_ * kPanel < left ? num_panels_ * kPanel : left;
+        base_.has_scale = false;
+        base_.has_bias = arguments.bias != nullptr;
+        for (int64_t i = 0; base_.has_bias && i < count_; ++i) base_.bias[i] = bias_at(column_ + i);
+    }
+
+    // Rows first .. last of the order, whose sums come next.
+    void begin(int64_t first, int64_t last) { first_ = first, last_ = last; }
+
+    void expect(int64_t row, int64_t count) const {
+        for_runs(first_ + row, count, [&](int64_t adapter, int64_t place, int64_t) {
+            const bool is_fetched = place > first_ && adapters_.adapter_at(place - 1) == adapter;
+            if (adapter >= 0 && !is_fetched) adapters_.prefetch(adapter, column_, count_);
+        });
+    }
+
+    void take(int64_t row, int64_t count, int64_t panel, int64_t num_panels, const Vec* sums) {
+        for (int64_t i = 0; i < count; ++i)
+            for (int64_t vector = 0; vector < 2 * num_panels; ++vector)
+                store(block_.sums[row + i] + panel * kPanel + vector * kLanes, sums[i * 2 * num_panels + vector]);
+    }
+
+    // The sums of an earlier round, in place of a product's; and those of this round, kept for the next.
+    void take_kept() {
+        for (int64_t i = first_; i < last_; ++i) std::memcpy(block_.sums[i - first_], kept(i), kept_bytes());
+    }
+    void add_and_keep() {
+        add();
+        for (int64_t i = first_; i < last_; ++i) std::memcpy(kept(i), block_.sums[i - first_], kept_bytes());
+    }
+
+    void add_and_write() {
+        add();
+        for_runs(first_, last_ - first_, [&](int64_t adapter, int64_t place, int64_t length) {
+            const Ending& ending = ending_of(adapter);
+            for (int64_t i = place; i < place + length; ++i) {
+                const int64_t to = adapters_.row_at_place(i) * arguments_.out_features + column_;
+                if (arguments_.out_type == kFloat32)
+                    write_row(static_cast<float*>(arguments_.out) + to, block_.sums[i - first_], count_, ending);
+                else
+                    write_row(static_cast<bf16*>(arguments_.out) + to, block_.sums[i - first_], count_, ending);
             }
-        }
+        });
     }
-
-    int64_t num_segments() const { return num_segments_; }
-    int64_t num_rounds() const { return most_ranks_ <= kRankChunk ? 1 : divide_up(most_ranks_, kRankChunk); }
-    bool has_row(int64_t row) const { return num_segments_ > 0 && arguments_.rows.token_adapter[row] >= 0; }
-
-    SiteRecord record(int64_t segment, int64_t site) const {
-        return record_of(arguments_.memory, arguments_.rows.segment_adapter[segment], arguments_.sites[site], step_);
-    }
-
-    int64_t begin(int64_t segment) const { return arguments_.rows.segment_start[segment]; }
-    int64_t end(int64_t segment) const { return arguments_.rows.segment_start[segment + 1]; }
-    int64_t row(int64_t member) const { return arguments_.rows.permutation[member]; }
-    int64_t member_blocks(int64_t segment) const { return divide_up(end(segment) - begin(segment), kMemberBlock); }
-
-    // Ranks of a site that a round computes.
-    static int64_t ranks_in(const SiteRecord& record, int64_t round) {
-        const int64_t left = record.rank - round * kRankChunk;
-        return left < 0 ? 0 : (left > kRankChunk ? kRankChunk : left);
-    }
-
-    int64_t shrink_tasks(int64_t segment, int64_t site, int64_t round) const {
-        return member_blocks(segment) * divide_up(ranks_in(record(segment, site), round), kRankBlock);
-    }
-
-    int64_t num_shrink_tasks(int64_t round) const {
-        int64_t total = 0;
-        for (int64_t segment = 0; segment < num_segments_; ++segment)
-            for (int64_t site = 0; site < arguments_.num_sites; ++site) total += shrink_tasks(segment, site, round);
-        return total;
-    }
-
-    int64_t num_expand_tasks() const { return num_member_blocks_ * column_blocks(); }
-
-    // Within one shared loop a thread's tasks ascend, so each is found by walking on from the last one.
-    void begin_round(int64_t round) { round_ = round, segment_ = site_ = first_task_ = 0; }
-    void shrink(int64_t task);
-    void expand(int64_t task);
 
 private:
-    int64_t column_blocks() const { return divide_up(arguments_.out_features, kColumnBlock); }
-    void shrink_block(const SiteRecord& record, int64_t site, int64_t first_rank, int64_t begin, int64_t end) const;
-    void expand_site(int64_t segment, int64_t site, int64_t begin, int64_t end, int64_t column, int64_t last) const;
-    void finish(int64_t segment, int64_t begin, int64_t end, int64_t column, int64_t last) const;
-    void finish_columns(const SiteRecord& record, const Site* site, int64_t row, int64_t column, int64_t last) const;
-    int64_t gather_rows(const SiteRecord& record, int64_t first, int64_t count, int64_t width, const uint8_t** rows) const;
-    float* h(int64_t row, int64_t site) const { return arguments_.h + (row * arguments_.num_sites + site) * kRankChunk; }
+    void add() {
+        for_runs(first_, last_ - first_, [&](int64_t adapter, int64_t place, int64_t length) {
+            const Sums sums{block_.sums[place - first_], kBlockColumns};
+            if (adapter >= 0) adapters_.add(adapter, place, length, column_, count_, sums);
+        });
+    }
+
+    template <class Body>
+    void for_runs(int64_t place, int64_t count, Body&& body) const {
+        for (const int64_t end = place + count; place < end;) {
+            const int64_t length = adapters_.run_length(place, end - place);
+            body(adapters_.adapter_at(place), place, length);
+            place += length;
+        }
+    }
+
+    size_t kept_bytes() const { return num_panels_ * kPanel * sizeof(float); }
+    float* kept(int64_t place) const { return arguments_.sums + place * round_up(arguments_.out_features, kPanel) + column_; }
+    float bias_at(int64_t column) const {
+        if (arguments_.bias_type == kFloat32) return static_cast<const float*>(arguments_.bias)[column];
+        return widen(static_cast<const bf16*>(arguments_.bias)[column]);
+    }
+    const Ending& ending_of(int64_t adapter);
 
     const LinearArguments& arguments_;
-    Step& step_;
-    int64_t num_segments_;
-    int64_t num_member_blocks_ = 0;
-    int64_t most_ranks_ = 0;
-    int64_t round_ = 0, segment_ = 0, site_ = 0, first_task_ = 0;  // where the last task was found
+    const Adapters& adapters_;
+    const int64_t column_, num_panels_;
+    int64_t count_;
+    int64_t first_ = 0, last_ = 0;
+    Ending base_, own_;
+    Block block_;
 };
 
-// Addresses of rows first .. first + count of memory; how many there are before one that lies outside.
-int64_t Adapters::gather_rows(const SiteRecord& record, int64_t first, int64_t count, int64_t width, const uint8_t** rows) const {
-    for (int64_t rank = 0; rank < count; ++rank) {
-        rows[rank] = row_at(arguments_.memory, first + rank, record.row_type, width, step_);
-        if (rows[rank] == nullptr) return rank;
-    }
-    return count;
-}
-
-void Adapters::shrink(int64_t task) {
-    for (;;) {
-        const int64_t count = shrink_tasks(segment_, site_, round_);
-        if (task < first_task_ + count) break;
-        first_task_ += count;
-        if (++site_ == arguments_.num_sites) site_ = 0, ++segment_;
-    }
-    const int64_t place = task - first_task_, blocks = member_blocks(segment_);
-    const int64_t first = begin(segment_) + place % blocks * kMemberBlock;
-    const int64_t last = first + kMemberBlock < end(segment_) ? first + kMemberBlock : end(segment_);
-    shrink_block(record(segment_, site_), site_, place / blocks * kRankBlock, first, last);
-}
-
-void Adapters::shrink_block(const SiteRecord& record, int64_t site, int64_t first_rank, int64_t begin, int64_t end) const {
-    const uint8_t* a[kRankBlock];
-    const float* x[kMemberBlock];
-    float* to[kMemberBlock];
-    const int64_t left = ranks_in(record, round_) - first_rank;
-    const int64_t wanted = left < kRankBlock ? left : kRankBlock;
-    const int64_t first_row = record.a_row + round_ * kRankChunk + first_rank;
-    const int64_t num_ranks = gather_rows(record, first_row, wanted, arguments_.in, a);
-    for (int64_t member = begin; member < end; ++member) {
-        x[member - begin] = arguments_.wide + row(member) * arguments_.wide_stride;
-        to[member - begin] = h(row(member), site) + first_rank;
-    }
-    with_row_type(record.row_type, [&](auto type) {
-        int64_t rank = 0;
-        for (; rank + 4 <= num_ranks; rank += 4) {
-            dot_rows<type.value, 4>(a + rank, x, end - begin, arguments_.in, to);
-            for (int64_t member = 0; member < end - begin; ++member) to[member] += 4;
+// The base's, where an adapter brings neither scale nor bias for these columns.
+const Ending& Columns::ending_of(int64_t adapter) {
+    bool found = false;
+    for (int64_t number = 0; adapter >= 0 && number < adapters_.num_sites(); ++number) {
+        const Site& site = adapters_.site(number);
+        const int64_t begin = site.start > column_ ? site.start - column_ : 0;
+        const int64_t end = site.start + site.size - column_ < count_ ? site.start + site.size - column_ : count_;
+        if (begin >= end) continue;
+        const SiteRecord record = adapters_.record(adapter, number);
+        const uint8_t* scale = adapters_.values(record.scale_row, number);
+        const uint8_t* bias = adapters_.values(record.bias_row, number);
+        if (scale == nullptr && bias == nullptr) continue;
+        if (!found) {
+            for (int64_t i = 0; i < count_; ++i) own_.scale[i] = 1.0f, own_.bias[i] = base_.has_bias ? base_.bias[i] : 0.0f;
+            own_.has_scale = own_.has_bias = found = true;
         }
-        for (; rank < num_ranks; ++rank) {
-            dot_rows<type.value, 1>(a + rank, x, end - begin, arguments_.in, to);
-            for (int64_t member = 0; member < end - begin; ++member) to[member] += 1;
-        }
-    });
+        const int64_t offset = column_ - site.start;
+        for (int64_t i = begin; i < end && scale != nullptr; ++i) own_.scale[i] = RowReader<kFp32>::element(scale, offset + i);
+        for (int64_t i = begin; i < end && bias != nullptr; ++i) own_.bias[i] = RowReader<kFp32>::element(bias, offset + i);
+    }
+    return found ? own_ : base_;
 }
 
-void Adapters::expand(int64_t task) {
-    while (task >= first_task_ + member_blocks(segment_) * column_blocks())
-        first_task_ += member_blocks(segment_++) * column_blocks();
-    const int64_t place = task - first_task_;
-    const int64_t first = begin(segment_) + place / column_blocks() * kMemberBlock;
-    const int64_t last = first + kMemberBlock < end(segment_) ? first + kMemberBlock : end(segment_);
-    const int64_t column = place % column_blocks() * kColumnBlock;
-    const int64_t column_end = column + kColumnBlock < arguments_.out_features ? column + kColumnBlock : arguments_.out_features;
-    for (int64_t site = 0; site < arguments_.num_sites; ++site) expand_site(segment_, site, first, last, column, column_end);
-    if (round_ + 1 == num_rounds()) finish(segment_, first, last, column, column_end);
-}
-
-void Adapters::expand_site(int64_t segment, int64_t site, int64_t begin, int64_t end, int64_t column, int64_t last) const {
-    const Site& place = arguments_.sites[site];
-    column = column > place.start ? column : place.start;
-    last = last < place.start + place.size ? last : place.start + place.size;
-    const SiteRecord site_record = record(segment, site);
-    const int64_t wanted = ranks_in(site_record, round_);
-    if (column >= last || wanted == 0) return;
-    const uint8_t* b[kRankChunk];
-    const int64_t num_ranks = gather_rows(site_record, site_record.b_row + round_ * kRankChunk, wanted, place.size, b);
-    const float* factors[kMemberBlock];
-    float* y[kMemberBlock];
-    for (int64_t member = begin; member < end; ++member) {
-        factors[member - begin] = h(row(member), site);
-        y[member - begin] = arguments_.product + row(member) * arguments_.out_features + column;
-    }
-    with_row_type(site_record.row_type, [&](auto type) {
-        const int64_t count = end - begin;
-        int64_t member = 0;
-        for (; member + 3 <= count; member += 3)
-            axpy<type.value, 3>(b, factors + member, num_ranks, column - place.start, last - column, y + member);
-        for (; member < count; ++member)
-            axpy<type.value, 1>(b, factors + member, num_ranks, column - place.start, last - column, y + member);
-    });
-}
-
-// Output scale, bias and cast of some columns of a segment's rows.
-void Adapters::finish(int64_t segment, int64_t begin, int64_t end, int64_t column, int64_t last) const {
-    while (column < last) {
-        const Site* place = nullptr;
-        SiteRecord site_record = kNoSite;
-        int64_t until = last;  // of the columns that the same site covers, or no site
-        for (int64_t site = 0; site < arguments_.num_sites; ++site) {
-            const Site& candidate = arguments_.sites[site];
-            const int64_t site_end = candidate.start + candidate.size;
-            if (candidate.start <= column && column < site_end) {
-                place = &candidate;
-                site_record = record(segment, site);
-                until = until < site_end ? until : site_end;
-            } else if (candidate.start > column) {
-                until = until < candidate.start ? until : candidate.start;
-            }
-        }
-        for (int64_t member = begin; member < end; ++member) finish_columns(site_record, place, row(member), column, until);
-        column = until;
-    }
-}
-
-void Adapters::finish_columns(const SiteRecord& record, const Site* site, int64_t row, int64_t column, int64_t last) const {
-    const float* from = arguments_.product + row * arguments_.out_features;
-    const uint8_t* scale = nullptr;
-    const uint8_t* bias = nullptr;
-    int64_t start = 0;
-    if (site != nullptr) {
-        start = site->start;
-        if (record.scale_row >= 0) scale = row_at(arguments_.memory, record.scale_row, kFp32, site->size, step_);
-        if (record.bias_row >= 0) bias = row_at(arguments_.memory, record.bias_row, kFp32, site->size, step_);
-    }
-    using Reader = RowReader<kFp32>;
-    for (; column + kLanes <= last; column += kLanes) {
-        Vec value = load(from + column);
-        if (scale != nullptr) value = value * Reader::vector(scale, column - start);
-        store_out(arguments_, row, column, value + (bias != nullptr ? Reader::vector(bias, column - start) : load_bias(arguments_, column)));
-    }
-    for (; column < last; ++column) {
-        float value = from[column];
-        if (scale != nullptr) value *= Reader::element(scale, column - start);
-        write_out(arguments_, row, column, value + (bias != nullptr ? Reader::element(bias, column - start) : bias_at(arguments_, column)));
-    }
-}
-
-// x in fp32, with zeros up to whole pairs, a row a task.
-void widen_rows(const LinearArguments& arguments, int64_t num_rows, Team& team) {
-    team.share(num_rows, [&](int64_t row) {
-        const bf16* from = static_cast<const bf16*>(arguments.x) + row * arguments.x_stride;
-        float* to = arguments.wide + row * arguments.wide_stride;
+// x in the order of the adapters, a row a task: as the product reads it, and for the adapters in fp32 and split (see dot_tile).
+template <class To, class From>
+void gather(const LinearArguments& arguments, const Adapters& adapters, To* rows, int64_t num_rows, Team& team) {
+    team.share(num_rows, [&](int64_t place) {
+        const From* from = static_cast<const From*>(arguments.x) + adapters.row_at_place(place) * arguments.x_stride;
+        const int64_t in = arguments.in, padded_in = arguments.padded_in;
+        To* to = rows + place * padded_in;
         int64_t k = 0;
-        for (; k + kLanes <= arguments.in; k += kLanes) store(to + k, load(from + k));
-        for (; k < arguments.in; ++k) to[k] = widen(from[k]);
-        for (; k < arguments.wide_stride; ++k) to[k] = 0.0f;
+        for (; k + kLanes <= in; k += kLanes) store(to + k, load(from + k));
+        for (; k < in; ++k) write(to + k, read(from + k));
+        for (; k < padded_in; ++k) write(to + k, 0.0f);
+        if (!adapters.any()) return;
+        float* apart = arguments.apart + place * padded_in;
+        for (k = 0; k + 2 * kLanes <= in; k += 2 * kLanes) {
+            const Split two = split(load(from + k), load(from + k + kLanes));
+            store(apart + k, two.even);
+            store(apart + k + kLanes, two.odd);
+        }
+        for (; k < in; ++k) apart[k] = read(from + k);
     });
 }
-
-#if GRAFTWORK_PAIRS
-// x with a zero behind it: the machine takes whole pairs.
-void pad_rows(const LinearArguments& arguments, int64_t num_rows, Team& team) {
-    team.share(num_rows, [&](int64_t row) {
-        bf16* to = arguments.pairs + row * (arguments.in + 1);
-        std::memcpy(to, static_cast<const bf16*>(arguments.x) + row * arguments.x_stride, arguments.in * sizeof(bf16));
-        to[arguments.in] = 0;
-    });
-}
-#endif
 
 template <class W, class X>
-void run_product(const LinearArguments& arguments, Rows<X> x, Adapters& adapters, int64_t num_rows, Team& team) {
+void run_rounds(const LinearArguments& arguments, Rows<X> x, Adapters& adapters, int64_t num_rows, Team& team) {
     const Panels<W> weight{static_cast<const W*>(arguments.weight), arguments.in, arguments.out_features};
     const int64_t per_task = panels_per_task(weight.count(), weight.stride() * int64_t{sizeof(W)}, team.size);
-    const int64_t num_shrink_tasks = adapters.num_shrink_tasks(0);
-    adapters.begin_round(0);
-    team.share(num_shrink_tasks + divide_up(weight.count(), per_task), [&](int64_t task) {
-        if (task < num_shrink_tasks) return adapters.shrink(task);
-        const int64_t first = (task - num_shrink_tasks) * per_task;
-        const int64_t last = first + per_task < weight.count() ? first + per_task : weight.count();
-        multiply(weight, x, num_rows, first, last, [&](int64_t row, int64_t column, const Vec* panel) {
-            if (adapters.has_row(row))
-                keep_product(arguments, row, column, panel);
-            else
-                finish_base(arguments, row, column, panel);
+    const int64_t num_rounds = adapters.num_rounds(), num_blocks = divide_up(num_rows, kBlockRows);
+    for (int64_t round = 0; round < num_rounds; ++round) {
+        if (adapters.any()) {
+            const int64_t num_tasks = adapters.begin_round(round);
+            team.share(num_tasks, [&](int64_t task) {
+                adapters.shrink(task, task + team.size, arguments.apart, arguments.padded_in);
+            });
+            adapters.end_shrink();
+        }
+        team.share(divide_up(weight.count(), per_task), [&](int64_t task) {
+            const int64_t first = task * per_task;
+            const int64_t last = first + per_task < weight.count() ? first + per_task : weight.count();
+            Columns columns(arguments, adapters, first, last);
+            for (int64_t block = 0; block < num_blocks; ++block) {
+                const int64_t begin = block * num_rows / num_blocks, end = (block + 1) * num_rows / num_blocks;
+                columns.begin(begin, end);
+                if (round == 0)
+                    multiply(weight, Rows<X>{x.at(begin), x.stride}, end - begin, first, last, columns);
+                else
+                    columns.take_kept();
+                if (round + 1 < num_rounds)
+                    columns.add_and_keep();
+                else
+                    columns.add_and_write();
+            }
         });
-    });
+    }
+}
+
+void run_fp32(const LinearArguments& arguments, Adapters& adapters, int64_t num_rows, Team& team) {
+    Rows<float> x{static_cast<const float*>(arguments.x), arguments.x_stride};
+    if (adapters.any()) {
+        gather<float, float>(arguments, adapters, arguments.wide, num_rows, team);
+        x = Rows<float>{arguments.wide, arguments.padded_in};
+    }
+    run_rounds<float>(arguments, x, adapters, num_rows, team);
 }
 
 void run_bf16(const LinearArguments& arguments, Adapters& adapters, int64_t num_rows, Team& team) {
 #if GRAFTWORK_PAIRS
-    if (adapters.num_segments() > 0) widen_rows(arguments, num_rows, team);
     Rows<bf16> x{static_cast<const bf16*>(arguments.x), arguments.x_stride};
-    if (arguments.pairs != nullptr) {
-        pad_rows(arguments, num_rows, team);
-        x = Rows<bf16>{arguments.pairs, arguments.in + 1};
+    if (adapters.any() || arguments.padded_in != arguments.in) {
+        gather<bf16, bf16>(arguments, adapters, arguments.pairs, num_rows, team);
+        x = Rows<bf16>{arguments.pairs, arguments.padded_in};
     }
 #else
-    widen_rows(arguments, num_rows, team);
-    const Rows<float> x{arguments.wide, arguments.wide_stride};
+    gather<float, bf16>(arguments, adapters, arguments.wide, num_rows, team);
+    const Rows<float> x{arguments.wide, arguments.padded_in};
 #endif
-    run_product<bf16>(arguments, x, adapters, num_rows, team);
+    run_rounds<bf16>(arguments, x, adapters, num_rows, team);
 }
 
 void run(const LinearArguments& arguments, Step& step, Team& team) {
-    const int64_t num_rows = step.num_rows;
-    Adapters adapters(arguments, step);
+    Adapters adapters(arguments.adapters, arguments.in, step);
     if (arguments.weight_type == kFloat32)
-        run_product<float>(arguments, Rows<float>{arguments.wide, arguments.wide_stride}, adapters, num_rows, team);
+        run_fp32(arguments, adapters, step.num_rows, team);
     else
-        run_bf16(arguments, adapters, num_rows, team);
-    if (adapters.num_segments() == 0) return;
-    for (int64_t round = 0; round < adapters.num_rounds(); ++round) {
-        adapters.begin_round(round);
-        if (round > 0) team.share(adapters.num_shrink_tasks(round), [&](int64_t task) { adapters.shrink(task); });
-        adapters.begin_round(round);
-        team.share(adapters.num_expand_tasks(), [&](int64_t task) { adapters.expand(task); });
-    }
+        run_bf16(arguments, adapters, step.num_rows, team);
 }
 
 }  // namespace

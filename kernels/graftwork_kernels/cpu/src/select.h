@@ -141,12 +141,20 @@ inline Cut cut_sorted(float* logits, int64_t count, const Amount& amount, double
     return {logits[last], num_equal};
 }
 
+// The last bucket that holds anything. A bucket that was found to have the edge is added up again in parts, which are rounded in
+// another way: their sum may miss what is needed by a hair, and the edge is then its last token, not that of the whole row.
+inline int last_filled(const double* amounts) {
+    int bucket = kBuckets - 1;
+    while (bucket > 0 && !(amounts[bucket] > 0.0)) --bucket;
+    return bucket;
+}
+
 // Where the first tokens that make up what `amount` needs end. -infinity is never among them; `scratch` has room for all.
 template <class Amount>
 inline Cut find_cut(const float* logits, int64_t count, const Amount& amount, float* scratch) {
     double amounts[kBuckets + 1];
     double before = 0.0, needed = -1.0;
-    while (count > kFewTokens) {
+    for (int round = 0; count > kFewTokens; ++round) {
         const Buckets buckets = make_buckets(logits, count);
         if (!buckets.divides()) break;
         add_up(logits, count, buckets, amount, amounts);
@@ -155,8 +163,9 @@ inline Cut find_cut(const float* logits, int64_t count, const Amount& amount, fl
             for (int bucket = 0; bucket < kBuckets; ++bucket) sum += amounts[bucket];
             needed = amount.needed(sum);
         }
+        const int last = round == 0 ? kBuckets : last_filled(amounts);
         int bucket = 0;
-        while (bucket < kBuckets && before + amounts[bucket] < needed) before += amounts[bucket++];
+        while (bucket < last && before + amounts[bucket] < needed) before += amounts[bucket++];
         if (bucket == kBuckets) return {-kInfinity, 0};
         const int64_t num_found = collect(logits, count, buckets, bucket, scratch);
         const bool narrowed = num_found < count;

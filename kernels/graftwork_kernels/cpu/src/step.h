@@ -1,8 +1,8 @@
 // How operators run: a step's live sizes, the team of threads that shares the work, and the form that every operator has.
 //
-// All threads of a team call every operator of a step, one after the other, and deal its tasks among themselves. Tasks go to whoever is
-// free, so a thread that the system takes away for a while holds up one task and not its half of the work. What a task computes
-// depends on its number alone.
+// All threads of a team call every operator of a step, one after the other, and deal its tasks among themselves. Tasks go to
+// whoever is free, so a thread that the system takes away for a while holds up one task and not its half of the work. What a task
+// computes depends on its number alone.
 
 #pragma once
 
@@ -24,6 +24,7 @@ enum Fault : int64_t {
     kPositionOutside = 3, // a position or a token id beyond its table
     kSlotOutside = 4,     // a place to write keys and values beyond the cache
     kContextOutside = 5,  // a request's rows, context or blocks lie beyond the step's rows, its block table or the cache
+    kNoRoom = 6,          // an operator needs more memory to work in than it was given
 };
 
 // Any thread may; which of several faults is kept does not matter.
@@ -39,8 +40,8 @@ public:
     const int rank;
     const int size;
 
-    // Call body(task) once for each task of 0 .. num_tasks, somewhere in the team. All are done, and their results seen by all, when
-    // it returns. Every thread of the team must come here, and an operator must end here.
+    // Call body(task) once for each task of 0 .. num_tasks, somewhere in the team. All are done, and their results seen by all,
+    // when it returns. Every thread of the team must come here, and an operator must end here.
     template <class Body>
     void share(int64_t num_tasks, Body&& body) {
         if (size == 1) {

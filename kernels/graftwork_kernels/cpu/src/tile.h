@@ -1,8 +1,10 @@
 // The heart of every matrix product: a tile of rows times a panel of columns, accumulated in registers.
 //
 // A weight [out, in] lies in panels of kPanel output columns. Within a panel the columns stand side by side for each k, so that one
-// broadcast element of x meets a whole vector of them; bf16 keeps two ks together, the pair that the machine's bf16 dot product
-// takes. Each output is one sum over k in ascending order whatever the tile's shape, so a row has the same bits alone and among others.
+// broadcast element of x meets a whole vector of them: first the even columns, then the odd ones, which is how a row of bf16 comes
+// out of the words it lies in, so an adapter's row of B meets a panel's sums as it is. bf16 keeps two ks together, the pair that
+// the machine's bf16 dot product takes. Each output is one sum over k in ascending order whatever the tile's shape, so a row has
+// the same bits alone and among others.
 
 #pragma once
 
@@ -12,6 +14,9 @@ namespace graftwork {
 
 constexpr int kPanel = 2 * kLanes;  // columns
 constexpr int kTileRows = kLanes == 16 ? 12 : 6;  // as many accumulators as registers hold beside the operands
+
+// Place of a column within its panel.
+constexpr int64_t place_in_panel(int64_t column) { return column % 2 * kLanes + column / 2; }
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 inline int64_t divide_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
@@ -34,7 +39,8 @@ struct RowOf<float> {
     using type = float;
 };
 
-// acc[row][column vector] += x[row] · panel, for `in` features (even for bf16); `num_panels` panels lie `panel_stride` elements apart.
+// acc[row][column vector] += x[row] · panel, for `in` features (even for bf16); `num_panels` panels lie `panel_stride` elements
+// apart.
 template <int kRows, int kPanels, class W>
 struct Tile {
     static constexpr int kColumns = 2 * kPanels;  // vectors

@@ -57,8 +57,8 @@ inline Vec load(const float* from) { return load_as<Vec>(from); }
 inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof(value)); }
 inline Vec splat(float value) { return value - Vec{}; }  // x - 0 is x, for -0 too, and the compiler knows: one broadcast
 
-// a * b + c, with one rounding where the machine has it. Said outright, since what the compiler fuses by itself may differ between two
-// shapes of one loop, and a row must have the same bits in both.
+// a * b + c, with one rounding where the machine has it. Said outright, since what the compiler fuses by itself may differ between
+// two shapes of one loop, and a row must have the same bits in both.
 inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__) && GRAFTWORK_LANES == 16
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -93,7 +93,19 @@ inline bf16 narrow(float value) {
     return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-inline Vec load(const bf16* from) { return reinterpret_cast<Vec>(__builtin_convertvector(load_as<Halves>(from), Bits) << 16); }
+// 16-bit numbers from memory, each widened to a lane. Said outright where the machine has an instruction for it: the compiler's own
+// way takes several.
+inline Bits widen_halves(const void* from) {
+#if defined(__AVX512F__) && GRAFTWORK_LANES == 16
+    return (Bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+#elif defined(__AVX2__) && GRAFTWORK_LANES == 8
+    return (Bits)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#else
+    return __builtin_convertvector(load_as<Halves>(from), Bits);
+#endif
+}
+
+inline Vec load(const bf16* from) { return reinterpret_cast<Vec>(widen_halves(from) << 16); }
 
 inline void store(bf16* to, Vec value) {
     const Bits bits = reinterpret_cast<Bits>(value);
@@ -108,13 +120,54 @@ inline float read(const bf16* from) { return widen(*from); }
 inline void write(float* to, float value) { *to = value; }
 inline void write(bf16* to, float value) { *to = narrow(value); }
 
+// Two vectors' worth of neighbours, those at even places apart from those at odd ones: how 16-bit numbers come out of 32-bit words
+// without being moved.
+struct Split {
+    Vec even, odd;
+};
+
+inline Split split(Vec first, Vec second) {
+    Ints even, odd;
+    for (int i = 0; i < kLanes; ++i) even[i] = 2 * i, odd[i] = 2 * i + 1;
+    return {__builtin_shuffle(first, second, even), __builtin_shuffle(first, second, odd)};
+}
+
+inline void join(const Split& split, Vec& first, Vec& second) {
+    Ints low, high;
+    for (int i = 0; i < kLanes; ++i) {
+        low[i] = i / 2 + i % 2 * kLanes;
+        high[i] = low[i] + kLanes / 2;
+    }
+    first = __builtin_shuffle(split.even, split.odd, low);
+    second = __builtin_shuffle(split.even, split.odd, high);
+}
+
+inline Split split(const bf16* from) {
+    const Bits words = load_as<Bits>(from);
+    return {reinterpret_cast<Vec>(words << 16), reinterpret_cast<Vec>(words & 0xffff0000u)};
+}
+
+// Each lane's partner is `distance` lanes away.
+template <int kDistance>
+inline Vec partners(Vec value) {
+    Ints lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i ^ kDistance;
+    return __builtin_shuffle(value, lane);
+}
+
 // The lanes' sum, folded in halves.
 inline float sum(Vec value) {
-    float lanes[kLanes];
-    store(lanes, value);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-        for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    return lanes[0];
+#if defined(__AVX2__) && GRAFTWORK_LANES == 8
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)value), _mm256_extractf128_ps((__m256)value, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+#else
+    if constexpr (kLanes > 8) value += partners<8>(value);
+    if constexpr (kLanes > 4) value += partners<4>(value);
+    value += partners<2>(value);
+    value += partners<1>(value);
+    return value[0];
+#endif
 }
 
 inline float largest(Vec value) {

@@ -18,9 +18,10 @@ struct PackArguments {
 
 // Place of element k of a column within its panel.
 template <class W>
-int64_t place_in_panel(int64_t k, int64_t column) {
-    if constexpr (sizeof(W) == 2) return k / 2 * 2 * kPanel + 2 * column + k % 2;
-    return k * kPanel + column;
+int64_t element_in_panel(int64_t k, int64_t column) {
+    const int64_t place = place_in_panel(column);
+    if constexpr (sizeof(W) == 2) return k / 2 * 2 * kPanel + 2 * place + k % 2;
+    return k * kPanel + place;
 }
 
 template <class W>
@@ -32,7 +33,7 @@ void pack(const PackArguments& arguments, Team& team) {
             const int64_t row = panel * kPanel + column;
             const W* from = static_cast<const W*>(arguments.matrix) + row * arguments.in;
             for (int64_t k = 0; k < weight.padded(arguments.in); ++k)
-                to[place_in_panel<W>(k, column)] = row < arguments.out_features && k < arguments.in ? from[k] : W{};
+                to[element_in_panel<W>(k, column)] = row < arguments.out_features && k < arguments.in ? from[k] : W{};
         }
     });
 }
@@ -60,7 +61,7 @@ void embed(const EmbeddingArguments& arguments, Step& step, Team& team) {
         if (id < 0 || id >= arguments.out_features) return report(step, kPositionOutside);
         const W* from = weight.data + id / kPanel * weight.stride();
         W* to = static_cast<W*>(arguments.out) + row * arguments.in;
-        for (int64_t k = 0; k < arguments.in; ++k) to[k] = from[place_in_panel<W>(k, id % kPanel)];
+        for (int64_t k = 0; k < arguments.in; ++k) to[k] = from[element_in_panel<W>(k, id % kPanel)];
     });
 }
 
