@@ -209,11 +209,10 @@ def write_measured(path: Path, conditions: Mapping[str, str], measured: Measured
         logger.warning("%s cannot be written, kernels are measured at every start: %s", path, error.strerror or error)
 
 
-def last_choice(folder: Path) -> Choice | None:
-    """What the latest measuring kept in ``folder`` says, pins aside; None where there was none."""
+def last_measured(folder: Path) -> Measured | None:
+    """What the latest measuring kept in ``folder``; None where there was none."""
     files: list[tuple[float, Path]] = []
     for path in folder.glob("choice-*.json"):
         with contextlib.suppress(OSError):
             files.append((path.stat().st_mtime, path))
-    measured = read_measured(max(files)[1]) if files else None
-    return None if measured is None else decide(measured.verdicts, {})
+    return read_measured(max(files)[1]) if files else None

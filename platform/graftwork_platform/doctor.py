@@ -13,7 +13,7 @@ from graftwork_adapters.errors import StoreError, StoreUnavailable
 from graftwork_adapters.report import Report
 from graftwork_adapters.store import StoreConfig
 from graftwork_adapters.stores import check_store
-from graftwork_kernels.choice import last_choice
+from graftwork_kernels.choice import decide, last_measured
 from graftwork_kernels.cpu.build import CompilerMissing, find_compiler
 from graftwork_platform.admin.client import AdminClient, CallFailed
 from graftwork_platform.db_url import UnsupportedDatabase, check_url, describe, is_postgresql, sqlite_path
@@ -56,15 +56,16 @@ def examine_kernels(report: Report, folder: Path | None) -> None:
         report.warn("compiler", None, f"{missing}; {slow}", "apt-get install g++, or your system's package of it; then start again")
     if folder is None:
         return
-    choice = last_choice(folder) if folder.is_dir() else None
-    if choice is None:
+    measured = last_measured(folder) if folder.is_dir() else None
+    if measured is None:
         report.passed("kernels", "not measured yet: the first start of a server does, and compiles them before", str(folder))
         return
     by_name: dict[str, list[str]] = {}
-    for operator, name in choice.names.items():
+    for operator, name in decide(measured.verdicts, {}).names.items():
         by_name.setdefault(name, []).append(operator)
     chosen = "; ".join(f"{name}: {', '.join(operators)}" for name, operators in sorted(by_name.items()))
-    report.passed("kernels", f"fastest when last measured: {chosen}", str(folder))
+    when = "last measured, on a busy machine and until a start finds it quiet" if measured.is_provisional else "last measured"
+    report.passed("kernels", f"fastest when {when}: {chosen}", str(folder))
 
 
 def examine_data(report: Report, settings: Settings, given: GivenSecrets = GivenSecrets(), *, has_admin_key: bool = False) -> None:

@@ -14,7 +14,7 @@ from graftwork_kernels.choice import (
     Verdict,
     check_pins,
     choice_file,
-    last_choice,
+    last_measured,
     read_measured,
     table,
     write_measured,
@@ -33,8 +33,8 @@ def test_verdicts_survive_their_file(tmp_path: Path) -> None:
 
 
 def test_nothing_was_chosen_where_nothing_was_measured(tmp_path: Path) -> None:
-    assert last_choice(tmp_path) is None
-    assert last_choice(tmp_path / "nowhere") is None
+    assert last_measured(tmp_path) is None
+    assert last_measured(tmp_path / "nowhere") is None
 
 
 def test_table_of_nothing_measured_names_what_was_pinned() -> None:

@@ -269,13 +269,16 @@ def test_doctor_says_which_kernels_would_run(tmp_path: Path, monkeypatch: pytest
     costs = {operator: {"reference": 1.0, "cpu": 2.0 if operator == "sample" else 0.5} for operator in METHODS}
     examine_kernels(first := Report(), tmp_path)
     operators = {operator: {**verdict, "cost": cost} for operator, cost in costs.items()}
-    (tmp_path / "choice-1.json").write_text(json.dumps({"operators": operators}))
+    (tmp_path / "choice-1.json").write_text(json.dumps({"provisional": False, "operators": operators}))
     examine_kernels(second := Report(), tmp_path)
+    (tmp_path / "choice-1.json").write_text(json.dumps({"provisional": True, "operators": operators}))
+    examine_kernels(busy := Report(), tmp_path)
     monkeypatch.setenv("PATH", "")
     examine_kernels(third := Report(), None)
     assert "not measured yet" in first.findings[1].message
     assert second.findings[1].message.startswith("fastest when last measured: cpu: linear, paged_attention")
     assert second.findings[1].message.endswith("; reference: sample")
+    assert "on a busy machine and until a start finds it quiet: cpu: linear" in busy.findings[1].message
     assert [(f.check, f.result) for f in second.findings] == [("compiler", "pass"), ("kernels", "pass")]
     assert [(f.check, f.result) for f in third.findings] == [("compiler", "warn")]
     assert "plain torch" in third.findings[0].message
