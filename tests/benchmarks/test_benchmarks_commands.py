@@ -187,7 +187,8 @@ def test_signals_end_a_benchmark_and_its_servers(number: signal.Signals, tmp_pat
     script = f"""
 import argparse, pathlib, signal, sys, time
 sys.path.insert(0, {str(FOLDER)!r})
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started this may ignore it, as shells do in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started this may ignore them, as shells and nohup do
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from runs import conclude
 from servers import process
 

@@ -1,6 +1,8 @@
 """The fastest implementation that agrees with the reference is taken, kept for the next start, and may be pinned.
 
 Operators are real and small; time is a clock that implementations set forward themselves.
+
+This file is long because one clock and one pair of implementations serve all its tests.
 """
 
 from __future__ import annotations
