@@ -11,8 +11,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def script(name: str) -> Any:
-    """A benchmark by its file: another module may have the name."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
+    """A benchmark by its path in `FOLDER`, without the ending."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name.replace('/', '_')}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

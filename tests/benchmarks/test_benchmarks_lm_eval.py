@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import stat
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from benchmark_scripts import FOLDER as BENCHMARKS
+from benchmark_scripts import script
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "lm_eval"
+FOLDER = BENCHMARKS / "lm_eval"
 
 
 @pytest.fixture(scope="module")
-def compare() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("lm_eval_compare", FOLDER / "compare.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def compare() -> Any:
+    return script("lm_eval/compare")
 
 
 def items() -> list[dict[str, Any]]:
@@ -42,7 +36,7 @@ def test_items_are_distinct_and_answerable() -> None:
         assert item["text"] == item["text"].strip(), "a space at the end would move into the continuation"
 
 
-def test_task_reads_fields_that_items_have(compare: ModuleType) -> None:
+def test_task_reads_fields_that_items_have(compare: Any) -> None:
     task = yaml.safe_load((FOLDER / f"{compare.TASK}.yaml").read_text())
     assert task["task"] == compare.TASK
     assert (FOLDER / task["dataset_kwargs"]["data_files"][task["test_split"]]).exists()
@@ -52,7 +46,7 @@ def test_task_reads_fields_that_items_have(compare: ModuleType) -> None:
 
 @pytest.mark.parametrize("adapter", [None, "plain"])
 def test_reference_is_the_sum_of_each_next_tokens_log_probability(
-    compare: ModuleType, tiny_base: Path, make_adapter: Any, adapter: str | None
+    compare: Any, tiny_base: Path, make_adapter: Any, adapter: str | None
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,7 +65,7 @@ def test_reference_is_the_sum_of_each_next_tokens_log_probability(
     assert abs(first - other) > 0.01
 
 
-def scored(compare: ModuleType, *values: float) -> list[Any]:
+def scored(compare: Any, *values: float) -> list[Any]:
     return [compare.Scored(f"context {i}", " word", value) for i, value in enumerate(values)]
 
 
@@ -85,12 +79,12 @@ def scored(compare: ModuleType, *values: float) -> list[Any]:
         ((-1.0, -math.inf), False, "context 1 word"),
     ],
 )
-def test_verdict(compare: ModuleType, values: tuple[float, ...], passed: bool, worst: str) -> None:
+def test_verdict(compare: Any, values: tuple[float, ...], passed: bool, worst: str) -> None:
     verdict = compare.judge("m", scored(compare, *values), [-1.0, -2.0], 0.5)
     assert (verdict.passed, verdict.worst, verdict.requests) == (passed, worst, 2)
 
 
-def test_a_harness_that_asks_nothing_is_no_success(compare: ModuleType) -> None:
+def test_a_harness_that_asks_nothing_is_no_success(compare: Any) -> None:
     with pytest.raises(compare.HarnessFailed, match="asked nothing"):
         compare.judge("m", [], [], 1.0)
     with pytest.raises(ValueError, match="shorter"):
@@ -114,7 +108,7 @@ samples = {{"arguments": {{"gen_args_0": {{"arg_0": "abc", "arg_1": " d"}}, "gen
 """
 
 
-def test_harness_is_called_with_the_key_and_without_a_hub(compare: ModuleType, tmp_path: Path) -> None:
+def test_harness_is_called_with_the_key_and_without_a_hub(compare: Any, tmp_path: Path) -> None:
     program = tmp_path / "lm-eval"
     program.write_text(FAKE_HARNESS.format(python=sys.executable))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -126,7 +120,7 @@ def test_harness_is_called_with_the_key_and_without_a_hub(compare: ModuleType, t
         compare.ask_server(compare.Subject("m", "http://127.0.0.1:1", "other", None), Path("base"), program)
 
 
-def test_half_a_description_of_a_server_is_refused(compare: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_half_a_description_of_a_server_is_refused(compare: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--base", "b", "--lm-eval", "l"]
     for arguments in (["--url", "http://127.0.0.1:1"], ["--model", "m"], ["--adapter", "a"]):
         with pytest.raises(SystemExit):

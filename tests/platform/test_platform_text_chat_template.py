@@ -101,7 +101,7 @@ def test_a_prompt_has_the_bos_tokens_that_its_template_writes(sandbox: TemplateS
         ("{% set ns = namespace(_x=1) %}", "_x"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ messages | tojson(separators=7) }}", "int"),
-        ("{{ raise_exception('x' * 10**7) }}", "^.{100,1000}$"),
+        ("{{ raise_exception('x' * 10**5) }}", "^.{100,1000}$"),
         ("{{ messages.__init__.__globals__ }}", "unsafe"),
         ("{{ lipsum.__globals__['os'].getcwd() }}", "unsafe|undefined"),
         ("{{ ''|attr('__class__') }}x{{ (''|attr('__class__')).mro() }}", "unsafe|undefined"),
