@@ -19,6 +19,9 @@ FLOAT_TYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, tor
 RANK_CHUNK = 128
 """`kRankChunk` of adapter.h."""
 
+TILE_ROWS = 12
+"""`kTileRows` of tile.h, on the widest machine."""
+
 PANEL_COLUMNS = 32
 """Of a panel of the widest machine, two vectors of 16 fp32: what a weight's columns are rounded up to at most."""
 
@@ -58,7 +61,7 @@ class _LinearArguments(ctypes.Structure):
         ("out_type", ctypes.c_int64),
         ("wide", ctypes.c_void_p),
         ("pairs", ctypes.c_void_p),
-        ("apart", ctypes.c_void_p),
+        ("tiles", ctypes.c_void_p),
         ("padded_in", ctypes.c_int64),
         ("sums", ctypes.c_void_p),
         ("sites", ctypes.c_void_p),
@@ -186,7 +189,8 @@ class _Call:
         arguments = self._arguments
         arguments.sites, arguments.num_sites = self._keep(places), len(sites)
         arguments.sums = self._scratch(-(-self._weight.out_features // PANEL_COLUMNS) * PANEL_COLUMNS, torch.float32)
-        arguments.apart = self._scratch(arguments.padded_in, torch.float32)
+        tiles = self._issuer.empty(self._issuer.num_threads, TILE_ROWS * arguments.padded_in, dtype=torch.float32)
+        arguments.tiles = self._keep(tiles)
         arguments.h = self._scratch(len(sites) * RANK_CHUNK, torch.float32)
         arguments.pool, arguments.pool_bytes = self._keep(memory.pool), memory.pool.numel()
         arguments.row_offset, arguments.num_memory_rows = self._keep(memory.row_offset), memory.row_offset.numel()

@@ -60,10 +60,11 @@ public:
     int64_t num_sites() const { return sites_.count; }
 
     // Begin with the ranks from round * kRankChunk on, of all rows; the number of tasks that compute their h.
-    int64_t begin_round(int64_t round);
-    // h of some ranks of some rows of x, which has a row for each place, split as dot_tile reads it. Of one thread in one round the
-    // tasks ascend; what `next_task` will read is fetched meanwhile.
-    void shrink(int64_t task, int64_t next_task, const float* x, int64_t x_stride);
+    int64_t begin_round(int64_t round, int team_size);
+    // h of some ranks of some rows. `widen(row, to)` gives a row of x as dot_tile reads it; `tile` has room for kTileRows of them, `stride`
+    // apart. Of one thread in one round the tasks ascend; what `next_task` will read is fetched meanwhile.
+    template <class Widen>
+    void shrink(int64_t task, int64_t next_task, float* tile, int64_t stride, Widen&& widen);
 
     // After all of a round's tasks: where one met an address outside memory, nothing is added.
     void end_shrink() { broken_ = __atomic_load_n(&step_.fault, __ATOMIC_RELAXED) != 0; }
@@ -79,7 +80,11 @@ public:
 
 private:
     struct Place {
-        int64_t segment = 0, site = 0, first_task = 0;
+        int64_t segment = 0, first_task = 0;
+    };
+    struct Part {  // a block of ranks of a site
+        SiteRecord record;
+        int64_t site, rank;
     };
 
     int64_t segment_begin(int64_t segment) const { return sites_.rows.segment_start[segment]; }
@@ -88,14 +93,13 @@ private:
         const int64_t left = record.rank - first_rank_;
         return left < 0 ? 0 : (left > kRankChunk ? kRankChunk : left);
     }
-    int64_t num_tasks(int64_t segment, int64_t site) const {
-        const SiteRecord found = record(sites_.rows.segment_adapter[segment], site);
-        return divide_up(segment_size(segment), kTileRows) * divide_up(ranks_in(found), kRankBlock);
-    }
+    int64_t tiles_of(int64_t segment) const { return divide_up(segment_size(segment), kTileRows); }
+    int64_t parts_of(int64_t segment) const;
+    int64_t adapter_of(int64_t segment) const { return sites_.rows.segment_adapter[segment]; }
     void find(int64_t task, Place& place) const;
-    const uint8_t* a_of(int64_t task) const;
-    void shrink_block(const SiteRecord& record, int64_t site, int64_t rank, int64_t begin, int64_t end, const float* x,
-                      int64_t x_stride, const uint8_t* next);
+    const uint8_t* a_of_task(int64_t task) const;
+    const uint8_t* a_of(const SiteRecord& record, int64_t rank) const;
+    void shrink_part(const Part& part, int64_t begin, int64_t end, const float* x, int64_t x_stride, const uint8_t* next) const;
     void add_site(const SiteRecord& record, int64_t site, int64_t place, int64_t count, int64_t column, int64_t num_columns,
                   Sums sums) const;
     RankRows rank_rows(const SiteRecord& record) const {
@@ -109,53 +113,84 @@ private:
     int64_t num_segments_;
     int64_t most_ranks_ = 0;
     int64_t first_rank_ = 0;
+    bool in_parts_ = false;
     bool broken_ = false;
     Place place_;  // where the last task was found
 };
 
-inline int64_t Adapters::begin_round(int64_t round) {
+// A task is a tile of a segment's rows; or, where these are too few to go round, one part of it: some ranks of one site.
+inline int64_t Adapters::begin_round(int64_t round, int team_size) {
     first_rank_ = round * kRankChunk;
     place_ = Place{};
+    int64_t num_tiles = 0, num_parts = 0;
+    for (int64_t segment = 0; segment < num_segments_; ++segment) {
+        num_tiles += tiles_of(segment);
+        num_parts += tiles_of(segment) * parts_of(segment);
+    }
+    in_parts_ = num_tiles < 2 * team_size;
+    return in_parts_ ? num_parts : num_tiles;
+}
+
+inline int64_t Adapters::parts_of(int64_t segment) const {
     int64_t total = 0;
-    for (int64_t segment = 0; segment < num_segments_; ++segment)
-        for (int64_t site = 0; site < sites_.count; ++site) total += num_tasks(segment, site);
+    for (int64_t site = 0; site < sites_.count; ++site)
+        total += divide_up(ranks_in(record(adapter_of(segment), site)), kRankBlock);
     return total;
 }
 
 inline void Adapters::find(int64_t task, Place& place) const {
-    for (; place.segment < num_segments_; ++place.segment, place.site = 0)
-        for (; place.site < sites_.count; ++place.site) {
-            const int64_t count = num_tasks(place.segment, place.site);
-            if (task < place.first_task + count) return;
-            place.first_task += count;
-        }
+    for (; place.segment < num_segments_; ++place.segment) {
+        const int64_t count = tiles_of(place.segment) * (in_parts_ ? parts_of(place.segment) : 1);
+        if (task < place.first_task + count) return;
+        place.first_task += count;
+    }
 }
 
-inline void Adapters::shrink(int64_t task, int64_t next_task, const float* x, int64_t x_stride) {
+template <class Widen>
+inline void Adapters::shrink(int64_t task, int64_t next_task, float* tile, int64_t stride, Widen&& widen) {
     find(task, place_);
-    const int64_t size = segment_size(place_.segment), tiles = divide_up(size, kTileRows);
-    const int64_t tile = (task - place_.first_task) % tiles, rank = (task - place_.first_task) / tiles * kRankBlock;
-    const int64_t first = segment_begin(place_.segment);
-    const int64_t begin = first + tile * size / tiles, end = first + (tile + 1) * size / tiles;
-    const SiteRecord found = record(sites_.rows.segment_adapter[place_.segment], place_.site);
-    shrink_block(found, place_.site, rank, begin, end, x, x_stride, a_of(next_task));
+    const int64_t segment = place_.segment, size = segment_size(segment), tiles = tiles_of(segment);
+    const int64_t number = (task - place_.first_task) % tiles, wanted = (task - place_.first_task) / tiles;
+    const int64_t begin = segment_begin(segment) + number * size / tiles, end = segment_begin(segment) + (number + 1) * size / tiles;
+    for (int64_t place = begin; place < end; ++place) widen(row_at_place(place), tile + (place - begin) * stride);
+    Part last{};
+    int64_t part = 0;
+    for (int64_t site = 0; site < sites_.count; ++site) {
+        const SiteRecord found = record(adapter_of(segment), site);
+        for (int64_t rank = 0; rank < ranks_in(found); rank += kRankBlock, ++part) {
+            if (in_parts_ && part != wanted) continue;
+            if (last.record.rank > 0) shrink_part(last, begin, end, tile, stride, a_of(found, rank));
+            last = {found, site, rank};
+        }
+    }
+    if (last.record.rank > 0) shrink_part(last, begin, end, tile, stride, a_of_task(next_task));
 }
 
-// Where the rows of A of a later task begin, or anywhere: it is but a hint of what to fetch.
-inline const uint8_t* Adapters::a_of(int64_t task) const {
+// Where some rows of A begin, or anywhere: it is but a hint of what to fetch.
+inline const uint8_t* Adapters::a_of(const SiteRecord& record, int64_t rank) const {
+    const int64_t row = record.a_row + first_rank_ + rank;
+    return sites_.memory.pool + (row >= 0 && row < sites_.memory.num_rows ? sites_.memory.row_offset[row] : 0);
+}
+
+// The same for what a later task begins with.
+inline const uint8_t* Adapters::a_of_task(int64_t task) const {
     Place place = place_;
     find(task, place);
-    if (place.segment == num_segments_) return sites_.memory.pool;
-    const SiteRecord found = record(sites_.rows.segment_adapter[place.segment], place.site);
-    const int64_t rank = (task - place.first_task) / divide_up(segment_size(place.segment), kTileRows) * kRankBlock;
-    const int64_t row = found.a_row + first_rank_ + rank;
-    return sites_.memory.pool + (row >= 0 && row < sites_.memory.num_rows ? sites_.memory.row_offset[row] : 0);
+    int64_t part = in_parts_ && place.segment < num_segments_ ? (task - place.first_task) / tiles_of(place.segment) : 0;
+    for (int64_t site = 0; place.segment < num_segments_ && site < sites_.count; ++site) {
+        const SiteRecord found = record(adapter_of(place.segment), site);
+        const int64_t blocks = divide_up(ranks_in(found), kRankBlock);
+        if (part < blocks) return a_of(found, part * kRankBlock);
+        part -= blocks;
+    }
+    return sites_.memory.pool;
 }
 
 // Looks at the addresses of A and of B: those of B are read without another look, so a fault here must end the linear's adapter
 // work.
-inline void Adapters::shrink_block(const SiteRecord& record, int64_t site, int64_t rank, int64_t begin, int64_t end, const float* x,
-                                   int64_t x_stride, const uint8_t* next) {
+inline void Adapters::shrink_part(const Part& part, int64_t begin, int64_t end, const float* x, int64_t x_stride,
+                                  const uint8_t* next) const {
+    const auto& [record, site, rank] = part;
     const int64_t left = ranks_in(record) - rank, num_ranks = left < kRankBlock ? left : kRankBlock;
     const uint8_t* a[kRankBlock];
     for (int64_t i = 0; i < num_ranks; ++i) {
@@ -168,7 +203,7 @@ inline void Adapters::shrink_block(const SiteRecord& record, int64_t site, int64
     const int64_t h_stride = sites_.count * kRankChunk;
     with_row_type(record.row_type, [&](auto type) {
         with_count<kTileRows>(end - begin, [&](auto members) {
-            dot_rows<type.value, members.value>(a, num_ranks, x + begin * x_stride, x_stride, num_in_, to, h_stride, next);
+            dot_rows<type.value, members.value>(a, num_ranks, x, x_stride, num_in_, to, h_stride, next);
         });
     });
 }

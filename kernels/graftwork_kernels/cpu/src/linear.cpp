@@ -26,7 +26,7 @@ struct LinearArguments {
     int64_t out_type;
     float* wide;   // scratch [rows, padded_in]: x in fp32 and in the order of the adapters; null where x is both
     bf16* pairs;   // scratch [rows, padded_in]: bf16 x in that order and padded; null where it is both
-    float* apart;  // scratch [rows, padded_in]: x as dot_tile reads it; null without adapters
+    float* tiles;  // scratch [threads, kTileRows, padded_in]: rows of x as dot_tile reads them; null without adapters
     int64_t padded_in;  // whole pairs, zero beyond `in`
     float* sums;  // scratch [rows, out in whole panels]: between rounds; null without adapters
     AdapterSites adapters;
@@ -176,26 +176,33 @@ const Ending& Columns::ending_of(int64_t adapter) {
     return found ? own_ : base_;
 }
 
-// x in the order of the adapters, a row a task: as the product reads it, and for the adapters in fp32 and split (see dot_tile).
+// x in the order of the adapters and as the product reads it, a row a task.
 template <class To, class From>
 void gather(const LinearArguments& arguments, const Adapters& adapters, To* rows, int64_t num_rows, Team& team) {
     team.share(num_rows, [&](int64_t place) {
         const From* from = static_cast<const From*>(arguments.x) + adapters.row_at_place(place) * arguments.x_stride;
-        const int64_t in = arguments.in, padded_in = arguments.padded_in;
-        To* to = rows + place * padded_in;
+        To* to = rows + place * arguments.padded_in;
         int64_t k = 0;
-        for (; k + kLanes <= in; k += kLanes) store(to + k, load(from + k));
-        for (; k < in; ++k) write(to + k, read(from + k));
-        for (; k < padded_in; ++k) write(to + k, 0.0f);
-        if (!adapters.any()) return;
-        float* apart = arguments.apart + place * padded_in;
-        for (k = 0; k + 2 * kLanes <= in; k += 2 * kLanes) {
-            const Split two = split(load(from + k), load(from + k + kLanes));
-            store(apart + k, two.even);
-            store(apart + k + kLanes, two.odd);
-        }
-        for (; k < in; ++k) apart[k] = read(from + k);
+        for (; k + kLanes <= arguments.in; k += kLanes) store(to + k, load(from + k));
+        for (; k < arguments.in; ++k) write(to + k, read(from + k));
+        for (; k < arguments.padded_in; ++k) write(to + k, 0.0f);
     });
+}
+
+// One row of x as dot_tile reads it: in fp32, split block by block.
+template <class From>
+void widen_split(const From* from, int64_t in, float* to) {
+    int64_t k = 0;
+    for (; k + 2 * kLanes <= in; k += 2 * kLanes) {
+        Split two;
+        if constexpr (sizeof(From) == 2)
+            two = split(from + k);
+        else
+            two = split(load(from + k), load(from + k + kLanes));
+        store(to + k, two.even);
+        store(to + k + kLanes, two.odd);
+    }
+    for (; k < in; ++k) to[k] = read(from + k);
 }
 
 template <class W, class X>
@@ -205,9 +212,11 @@ void run_rounds(const LinearArguments& arguments, Rows<X> x, Adapters& adapters,
     const int64_t num_rounds = adapters.num_rounds(), num_blocks = divide_up(num_rows, kBlockRows);
     for (int64_t round = 0; round < num_rounds; ++round) {
         if (adapters.any()) {
-            const int64_t num_tasks = adapters.begin_round(round);
-            team.share(num_tasks, [&](int64_t task) {
-                adapters.shrink(task, task + team.size, arguments.apart, arguments.padded_in);
+            float* tile = arguments.tiles + team.rank * kTileRows * arguments.padded_in;
+            team.share(adapters.begin_round(round, team.size), [&](int64_t task) {
+                adapters.shrink(task, task + team.size, tile, arguments.padded_in, [&](int64_t row, float* to) {
+                    widen_split(static_cast<const W*>(arguments.x) + row * arguments.x_stride, arguments.in, to);
+                });
             });
             adapters.end_shrink();
         }
