@@ -176,18 +176,22 @@ const Ending& Columns::ending_of(int64_t adapter) {
     return found ? own_ : base_;
 }
 
-// x in the order of the adapters and as the product reads it, a row a task.
+// x in the order of the adapters and as the product reads it.
 template <class To, class From>
-void gather(const LinearArguments& arguments, const Adapters& adapters, To* rows, int64_t num_rows, Team& team) {
-    team.share(num_rows, [&](int64_t place) {
+struct Gather {
+    const LinearArguments& arguments;
+    const Adapters& adapters;
+    To* rows;
+
+    void operator()(int64_t place) const {
         const From* from = static_cast<const From*>(arguments.x) + adapters.row_at_place(place) * arguments.x_stride;
         To* to = rows + place * arguments.padded_in;
         int64_t k = 0;
         for (; k + kLanes <= arguments.in; k += kLanes) store(to + k, load(from + k));
         for (; k < arguments.in; ++k) write(to + k, read(from + k));
         for (; k < arguments.padded_in; ++k) write(to + k, 0.0f);
-    });
-}
+    }
+};
 
 // One row of x as dot_tile reads it: in fp32, split block by block.
 template <class From>
@@ -205,21 +209,28 @@ void widen_split(const From* from, int64_t in, float* to) {
     for (; k < in; ++k) to[k] = read(from + k);
 }
 
-template <class W, class X>
-void run_rounds(const LinearArguments& arguments, Rows<X> x, Adapters& adapters, int64_t num_rows, Team& team) {
+// h of all rows in this round, and before the first the copies of x that the product reads: neither waits for the other.
+template <class W, class Copy>
+void prepare(const LinearArguments& arguments, Adapters& adapters, int64_t round, int64_t num_copies, Copy&& copy, Team& team) {
+    const int64_t num_shrinks = adapters.any() ? adapters.begin_round(round, team.size) : 0;
+    float* tile = arguments.tiles + team.rank * kTileRows * arguments.padded_in;
+    team.share(num_copies + num_shrinks, [&](int64_t task) {
+        if (task < num_copies) return copy(task);
+        adapters.shrink(task - num_copies, task - num_copies + team.size, tile, arguments.padded_in, [&](int64_t row, float* to) {
+            widen_split(static_cast<const W*>(arguments.x) + row * arguments.x_stride, arguments.in, to);
+        });
+    });
+    adapters.end_shrink();
+}
+
+template <class W, class X, class Copy>
+void run_rounds(const LinearArguments& arguments, Rows<X> x, int64_t num_copies, Copy&& copy, Adapters& adapters, int64_t num_rows,
+                Team& team) {
     const Panels<W> weight{static_cast<const W*>(arguments.weight), arguments.in, arguments.out_features};
     const int64_t per_task = panels_per_task(weight.count(), weight.stride() * int64_t{sizeof(W)}, team.size);
     const int64_t num_rounds = adapters.num_rounds(), num_blocks = divide_up(num_rows, kBlockRows);
     for (int64_t round = 0; round < num_rounds; ++round) {
-        if (adapters.any()) {
-            float* tile = arguments.tiles + team.rank * kTileRows * arguments.padded_in;
-            team.share(adapters.begin_round(round, team.size), [&](int64_t task) {
-                adapters.shrink(task, task + team.size, tile, arguments.padded_in, [&](int64_t row, float* to) {
-                    widen_split(static_cast<const W*>(arguments.x) + row * arguments.x_stride, arguments.in, to);
-                });
-            });
-            adapters.end_shrink();
-        }
+        if (adapters.any() || num_copies > 0) prepare<W>(arguments, adapters, round, round == 0 ? num_copies : 0, copy, team);
         team.share(divide_up(weight.count(), per_task), [&](int64_t task) {
             const int64_t first = task * per_task;
             const int64_t last = first + per_task < weight.count() ? first + per_task : weight.count();
@@ -240,35 +251,27 @@ void run_rounds(const LinearArguments& arguments, Rows<X> x, Adapters& adapters,
     }
 }
 
-void run_fp32(const LinearArguments& arguments, Adapters& adapters, int64_t num_rows, Team& team) {
-    Rows<float> x{static_cast<const float*>(arguments.x), arguments.x_stride};
-    if (adapters.any()) {
-        gather<float, float>(arguments, adapters, arguments.wide, num_rows, team);
-        x = Rows<float>{arguments.wide, arguments.padded_in};
-    }
-    run_rounds<float>(arguments, x, adapters, num_rows, team);
-}
-
-void run_bf16(const LinearArguments& arguments, Adapters& adapters, int64_t num_rows, Team& team) {
-#if GRAFTWORK_PAIRS
-    Rows<bf16> x{static_cast<const bf16*>(arguments.x), arguments.x_stride};
-    if (adapters.any() || arguments.padded_in != arguments.in) {
-        gather<bf16, bf16>(arguments, adapters, arguments.pairs, num_rows, team);
-        x = Rows<bf16>{arguments.pairs, arguments.padded_in};
-    }
-#else
-    gather<float, bf16>(arguments, adapters, arguments.wide, num_rows, team);
-    const Rows<float> x{arguments.wide, arguments.padded_in};
-#endif
-    run_rounds<bf16>(arguments, x, adapters, num_rows, team);
+// With the rows of x as they lie if the product can read them so, else with copies: in the adapters' order, of type X, padded.
+template <class W, class X>
+void run_on(const LinearArguments& arguments, X* copies, Adapters& adapters, int64_t num_rows, Team& team) {
+    const Gather<X, W> copy{arguments, adapters, copies};
+    if constexpr (std::is_same_v<W, X>)
+        if (!adapters.any() && Panels<W>::padded(arguments.in) == arguments.in)
+            return run_rounds<W>(arguments, Rows<X>{static_cast<const X*>(arguments.x), arguments.x_stride}, 0, copy, adapters,
+                                 num_rows, team);
+    run_rounds<W>(arguments, Rows<X>{copies, arguments.padded_in}, num_rows, copy, adapters, num_rows, team);
 }
 
 void run(const LinearArguments& arguments, Step& step, Team& team) {
     Adapters adapters(arguments.adapters, arguments.in, step);
     if (arguments.weight_type == kFloat32)
-        run_fp32(arguments, adapters, step.num_rows, team);
+        run_on<float>(arguments, arguments.wide, adapters, step.num_rows, team);
     else
-        run_bf16(arguments, adapters, step.num_rows, team);
+#if GRAFTWORK_PAIRS
+        run_on<bf16>(arguments, arguments.pairs, adapters, step.num_rows, team);
+#else
+        run_on<bf16>(arguments, arguments.wide, adapters, step.num_rows, team);
+#endif
 }
 
 }  // namespace
