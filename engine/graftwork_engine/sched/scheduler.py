@@ -13,7 +13,7 @@ first always goes on, and some request always ends.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graftwork_engine.errors import ErrorCode, RequestRejected
@@ -119,26 +119,35 @@ class Scheduler:
         newly_running = self._start_waiting(scheduled, budget)
         return StepPlan(scheduled, newly_running)
 
-    def update(self, plan: StepPlan, results: list[RequestResult]) -> list[OutItem]:
+    def update(self, plan: StepPlan, results: Sequence[RequestResult | int]) -> list[OutItem]:
         """Book what the plan's execution made; the items to send, those of requests that ended since the last call first."""
         items, self._ended = self._ended, []
         block_size = self._kv.block_size
         num_drawn: dict[str, int] = {}  # by flow
         for scheduled, result in zip(plan.scheduled, results, strict=True):
-            request = scheduled.request
+            request, num_tokens = scheduled.request, scheduled.num_tokens
             if request.status is not RUNNING:
                 continue  # aborted while the step ran
-            if result.failure is not None:
+            if not isinstance(result, int) and result.failure is not None:
                 items.append(self._fail_in_step(request, result.failure))
                 continue
-            start, end = scheduled.start, scheduled.start + scheduled.num_tokens
-            request.num_computed_tokens = end
-            if end // block_size > start // block_size:
-                self._kv.register(request, start, end)
+            request.num_computed_tokens = end = scheduled.start + num_tokens
+            if end % block_size < num_tokens:
+                self._kv.register(request, end - num_tokens, end)
+            if scheduled.samples:
+                num_drawn[request.flow] = num_drawn.get(request.flow, 0) + 1
+            if isinstance(result, int):
+                output_ids, sampling = request.output_ids, request.sampling
+                index = len(output_ids)
+                # Neither its first token nor its last, as most are.
+                if request.num_resumed_tokens < index < sampling.max_tokens - 1 and result not in sampling.stop_token_ids:
+                    output_ids.append(result)
+                    items.append(OutItem(request.request_id, index, [result]))
+                    continue
+                result = RequestResult(result)
             if request.sampling.prompt_logprobs is not None:
                 self._keep_prompt_logprobs(request, result)
             if scheduled.samples:
-                num_drawn[request.flow] = num_drawn.get(request.flow, 0) + 1
                 items.append(self._take_token(request, result))
             elif end == request.num_tokens:
                 items.append(self._end_without_token(request))
@@ -179,7 +188,7 @@ class Scheduler:
             dealt = self._deal(request, budget)
             end = dealt.start + dealt.num_tokens
             # Most steps of most requests stay within their last block, and need not ask.
-            if end <= len(request.block_ids) * block_size or self._kv.extend(request, end):
+            if end <= len(dealt.block_ids) * block_size or self._kv.extend(request, end):
                 scheduled.append(dealt)
                 budget -= dealt.num_tokens
                 position += 1
