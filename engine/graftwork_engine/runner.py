@@ -72,7 +72,7 @@ class ModelRunner:
         rows = batch.sample_rows
         if not len(rows):
             return Draws([], {}, {})
-        drawn_from = hidden if len(rows) == len(hidden) else hidden[rows]
+        drawn_from = hidden if len(rows) == len(hidden) else hidden.index_select(0, rows)
         logits = self._model.logits(self._ops, drawn_from)
         return draw_tokens(self._ops, logits, batch.sampling, batch.logit_bias, batch.penalties, batch.num_top_logprobs)
 

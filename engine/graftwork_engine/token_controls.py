@@ -23,13 +23,16 @@ class TokenCounts:
 
     def catch_up(self, output_ids: Sequence[int]) -> None:
         """Count the output from where the last call ended; output is only ever added to."""
-        for token_id in output_ids[self._num_counted :]:
-            place = self._place.setdefault(token_id, len(self.token_ids))
-            if place == len(self.token_ids):
+        new = output_ids[self._num_counted :]
+        for token_id in new:
+            place = self._place.get(token_id)
+            if place is None:
+                self._place[token_id] = len(self.token_ids)
                 self.token_ids.append(token_id)
-                self.counts.append(0)
-            self.counts[place] += 1
-        self._num_counted = len(output_ids)
+                self.counts.append(1)
+            else:
+                self.counts[place] += 1
+        self._num_counted += len(new)
 
 
 class TokenBias:
