@@ -76,7 +76,9 @@ class BatchBuilder:
         self._ops, self._memory, self._block_size, self._capacity = ops, memory, block_size, capacity
         self._table = RequestTable(num_requests, capacity.num_blocks, block_size)
         self._groups = AdapterGroups(num_rows)
-        self._token_ids, self._positions, self._kv_slot = np.zeros((3, num_rows), dtype=np.int64)
+        of_rows = np.zeros((3, num_rows), dtype=np.int64)
+        self._token_ids, self._positions, self._kv_slot = of_rows
+        self._of_rows = torch.from_numpy(of_rows)
         self._query_start = np.zeros(num_requests + 1, dtype=np.int32)
         self._context_len = np.zeros(num_requests, dtype=np.int32)
         self._sample_rows = np.zeros(num_requests, dtype=np.int64)
@@ -86,15 +88,15 @@ class BatchBuilder:
         self._samples: list[bool] = []  # of the last step's requests: which drew a token
         self._drawing = np.zeros(0, dtype=np.int64)  # their places
         self._controls: RowControls | None = None  # of what they want, if any request of the step wants something
-        self.whole_token_ids = torch.from_numpy(self._token_ids)
+        self.whole_token_ids, positions, kv_slot = self._of_rows.unbind()
         self.whole = ForwardBatch(
             ops=ops,
-            positions=torch.from_numpy(self._positions),
+            positions=positions,
             attention=AttentionBatch(
                 query_start=torch.from_numpy(self._query_start),
                 context_len=torch.from_numpy(self._context_len),
                 block_table=torch.from_numpy(self._table.block_table),
-                kv_slot=torch.from_numpy(self._kv_slot),
+                kv_slot=kv_slot,
                 max_query_len=num_rows,
                 max_context_len=capacity.num_blocks * block_size,
             ),
@@ -187,14 +189,8 @@ class BatchBuilder:
         )
 
     def _view_rows(self, num_rows: int) -> _RowViews:
-        whole = self.whole
-        return _RowViews(
-            num_rows,
-            self.whole_token_ids[:num_rows],
-            whole.positions[:num_rows],
-            whole.attention.kv_slot[:num_rows],
-            self._groups.first(num_rows),
-        )
+        token_ids, positions, kv_slot = self._of_rows[:, :num_rows].unbind()
+        return _RowViews(num_rows, token_ids, positions, kv_slot, self._groups.first(num_rows))
 
     def _view_requests(self, num_requests: int) -> _RequestViews:
         whole = self.whole.attention

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from operator import is_
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +64,7 @@ class RequestTable:
         self._entries = self.columns.view(_WHOLE)
         self._block_size = block_size
         self._block_lists: list[list[int]] = []
+        self._keys: list[int] = []  # by which a list is known, as long as it is in use
 
     def seat(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Give the plan's requests the places 0, 1, 2 ... in its order; False if all of them sat there already.
@@ -72,15 +72,19 @@ class RequestTable:
         A request is known by its list of blocks: one that has another list than before has run anew, and is written anew.
         """
         block_lists = [s.block_ids for s in scheduled]
-        before, self._block_lists = self._block_lists, block_lists
-        if len(block_lists) == len(before) and all(map(is_, block_lists, before)):
+        keys = list(map(id, block_lists))
+        if keys == self._keys:
             return False
-        place_of = dict(zip(map(id, before), range(len(before)), strict=True))
-        origins = np.fromiter(map(place_of.get, map(id, block_lists), repeat(-1)), np.int64, len(block_lists))
-        self._move(origins, len(before))
+        places = dict(zip(self._keys, range(len(self._keys)), strict=True))
+        origins = np.fromiter(map(places.get, keys, repeat(-1)), np.int64, len(keys))
+        width = int(self.columns["num_blocks"][: len(self._keys)].max(initial=0))
+        self._move(origins, width)
         for place in np.flatnonzero(origins < 0).tolist():
             self.columns[place] = _entry(scheduled[place])
-        self.is_plain = bool(self.columns["is_plain"][: len(block_lists)].all())
+            self.block_table[place, :width] = 0
+        self.block_table[len(keys) : len(self._keys), :width] = 0
+        self._keys, self._block_lists = keys, block_lists  # the lists too: another one cannot have the key of one that is kept
+        self.is_plain = bool(self.columns["is_plain"][: len(keys)].all())
         return True
 
     def take(self, places: npt.NDArray[np.int64]) -> Entries:
@@ -100,17 +104,13 @@ class RequestTable:
                 self.block_table[place, first:last] = self._block_lists[place][first:last]
         written[growing] = due
 
-    def _move(self, origins: npt.NDArray[np.int64], num_before: int) -> None:
-        """Bring the rows ``origins`` to the places 0, 1, 2 ... and clear the others that were taken; -1 gives an empty row."""
-        num_places = len(origins)
-        stays = origins[:num_before] == np.arange(min(num_places, num_before))
-        first = len(stays) if stays.all() else int(np.argmin(stays))  # those before it sit where they sat
-        width = int(self.columns["num_blocks"][:num_before].max(initial=0))
-        moved = origins[first:]
-        self._entries[first:num_places] = self._entries[moved]
-        self.block_table[first:num_places, :width] = self.block_table[moved, :width]
-        self.block_table[first:num_places, :width][moved < 0] = 0
-        self.block_table[num_places:num_before, :width] = 0
+    def _move(self, origins: npt.NDArray[np.int64], width: int) -> None:
+        """Bring those who sat at ``origins`` to the places 0, 1, 2 ..., with ``width`` blocks; where -1 stands anything may be."""
+        moving = np.flatnonzero(origins != np.arange(len(origins)))
+        if len(moving):
+            first, sources = int(moving[0]), origins[moving[0] :]  # mostly all from the first on move
+            self._entries[first : len(origins)] = self._entries[sources]
+            self.block_table[first : len(origins), :width] = self.block_table[sources, :width]
 
 
 def _entry(scheduled: ScheduledRequest) -> tuple[int | float | bool, ...]:

@@ -13,6 +13,7 @@ first always goes on, and some request always ends.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -123,7 +124,7 @@ class Scheduler:
         """Book what the plan's execution made; the items to send, those of requests that ended since the last call first."""
         items, self._ended = self._ended, []
         block_size = self._kv.block_size
-        num_drawn: dict[str, int] = {}  # by flow
+        drawn_for: list[str] = []  # the flow of each token
         for scheduled, result in zip(plan.scheduled, results, strict=True):
             request, num_tokens = scheduled.request, scheduled.num_tokens
             if request.status is not RUNNING:
@@ -135,7 +136,7 @@ class Scheduler:
             if end % block_size < num_tokens:
                 self._kv.register(request, end - num_tokens, end)
             if scheduled.samples:
-                num_drawn[request.flow] = num_drawn.get(request.flow, 0) + 1
+                drawn_for.append(request.flow)
             if isinstance(result, int):
                 output_ids, sampling = request.output_ids, request.sampling
                 index = len(output_ids)
@@ -151,9 +152,9 @@ class Scheduler:
                 items.append(self._take_token(request, result))
             elif end == request.num_tokens:
                 items.append(self._end_without_token(request))
-        for flow, number in num_drawn.items():
+        for flow, number in Counter(drawn_for).items():
             self._waiting.charge(flow, COST_OF_OUTPUT_TOKEN * number)
-            self._counts["output_tokens_total"] += number
+        self._counts["output_tokens_total"] += len(drawn_for)
         return items
 
     def stats(self) -> dict[str, float]:
