@@ -83,6 +83,7 @@ class BatchBuilder:
         self._context_len = np.zeros(num_requests, dtype=np.int32)
         self._sample_rows = np.zeros(num_requests, dtype=np.int64)
         self._numbers = np.arange(max(num_rows, num_requests) + 1)
+        self._ones = np.ones(num_requests, dtype=np.int64)
         self._sampling = SamplingArrays(num_requests)
         self._no_rows = torch.zeros(0, dtype=torch.int64)
         self._samples: list[bool] = []  # of the last step's requests: which drew a token
@@ -109,10 +110,15 @@ class BatchBuilder:
         """The tensors of ``plan``, which must not be empty; raises ValueError if it is larger than the capacity."""
         scheduled = plan.scheduled
         num_requests = len(scheduled)
-        counts = np.fromiter([s.num_tokens for s in scheduled], np.int64, num_requests)
+        num_rows = plan.num_tokens
+        # Most steps have one row for each request.
+        if num_rows == num_requests:
+            counts = self._ones[:num_requests]
+        else:
+            counts = np.fromiter([s.num_tokens for s in scheduled], np.int64, num_requests)
         starts = np.fromiter([s.start for s in scheduled], np.int64, num_requests)
         ends = starts + counts
-        num_rows, longest = int(counts.sum()), int(ends.max())
+        longest = int(ends.max())
         self._check(num_rows, num_requests, longest)
         moved = self._table.seat(scheduled)
         self._table.cover(ends)
@@ -120,7 +126,7 @@ class BatchBuilder:
         self._write_rows(scheduled, counts, starts, num_rows)
         self._write_sampling(scheduled, ends, moved)
         self._view(num_rows, num_requests, len(self._drawing))
-        return self._batch(scheduled, 1 if num_rows == num_requests else int(counts.max()), longest)
+        return self._batch(scheduled, int(counts.max()), longest)
 
     def _check(self, num_rows: int, num_requests: int, longest: int) -> None:
         capacity = self._capacity
@@ -143,7 +149,7 @@ class BatchBuilder:
         offset = positions - block * self._block_size
         self._positions[:num_rows] = positions
         self._kv_slot[:num_rows] = self._table.block_table[place, block] * np.int64(self._block_size) + offset
-        self._token_ids[:num_rows] = _token_ids(scheduled)
+        self._token_ids[:num_rows] = np.fromiter(_token_ids(scheduled), np.int64, num_rows)
         self._groups.group(np.where(positions >= adapter_start, adapter, np.int32(BASE)))
 
     def _write_sampling(self, scheduled: Sequence[ScheduledRequest], ends: Integers, moved: bool) -> None:
@@ -270,8 +276,8 @@ def _token_ids(scheduled: Sequence[ScheduledRequest]) -> list[int]:
     token_ids: list[int] = []
     for s in scheduled:
         request = s.request
-        if s.num_tokens == 1 and s.samples and request.output_ids:  # the newest token: most of all
-            token_ids.append(request.output_ids[-1])
+        if s.num_tokens == 1 and s.samples:  # the newest token: most of all
+            token_ids.append((request.output_ids or request.prompt_ids)[-1])
         else:
             token_ids.extend(request.token_ids(s.start, s.start + s.num_tokens))
     return token_ids

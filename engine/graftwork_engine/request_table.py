@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
+from operator import is_
 
 import numpy as np
 import numpy.typing as npt
@@ -64,27 +65,26 @@ class RequestTable:
         self._entries = self.columns.view(_WHOLE)
         self._block_size = block_size
         self._block_lists: list[list[int]] = []
-        self._keys: list[int] = []  # by which a list is known, as long as it is in use
 
     def seat(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Give the plan's requests the places 0, 1, 2 ... in its order; False if all of them sat there already.
 
         A request is known by its list of blocks: one that has another list than before has run anew, and is written anew.
         """
-        block_lists = [s.block_ids for s in scheduled]
-        keys = list(map(id, block_lists))
-        if keys == self._keys:
+        block_lists, before = [s.block_ids for s in scheduled], self._block_lists
+        num_places, num_before = len(block_lists), len(before)
+        if num_places == num_before and all(map(is_, block_lists, before)):
             return False
-        places = dict(zip(self._keys, range(len(self._keys)), strict=True))
-        origins = np.fromiter(map(places.get, keys, repeat(-1)), np.int64, len(keys))
-        width = int(self.columns["num_blocks"][: len(self._keys)].max(initial=0))
+        place_of = dict(zip(map(id, before), range(num_before), strict=True))
+        origins = np.fromiter(map(place_of.get, map(id, block_lists), repeat(-1)), np.int64, num_places)
+        width = int(self.columns["num_blocks"][:num_before].max(initial=0))
         self._move(origins, width)
         for place in np.flatnonzero(origins < 0).tolist():
             self.columns[place] = _entry(scheduled[place])
             self.block_table[place, :width] = 0
-        self.block_table[len(keys) : len(self._keys), :width] = 0
-        self._keys, self._block_lists = keys, block_lists  # the lists too: another one cannot have the key of one that is kept
-        self.is_plain = bool(self.columns["is_plain"][: len(keys)].all())
+        self.block_table[num_places:num_before, :width] = 0
+        self._block_lists = block_lists
+        self.is_plain = bool(self.columns["is_plain"][:num_places].all())
         return True
 
     def take(self, places: npt.NDArray[np.int64]) -> Entries:

@@ -26,8 +26,11 @@ class RowControls:
         self.num_top_logprobs = {row: requests[row].sampling.logprobs or 0 for row in wanting}
         """Rows whose logprobs are wanted, with the number of alternatives beside the drawn token."""
         self._biased = {row: requests[row] for row in np.flatnonzero(entries["has_bias"]).tolist()}
-        self._penalised_rows = np.flatnonzero(entries["has_penalties"])
-        self._penalised = [requests[row] for row in self._penalised_rows.tolist()]
+        rows = np.flatnonzero(entries["has_penalties"]).tolist()
+        self._counts = {row: counts for row in rows if (counts := requests[row].token_counts()) is not None}
+        self._output_ids = [requests[row].output_ids for row in self._counts]
+        self._token_ids = [counts.token_ids for counts in self._counts.values()]  # both grow in place
+        self._output_counts = [counts.counts for counts in self._counts.values()]
         self._repetition, self._frequency, self._presence = (
             torch.from_numpy(entries[name].copy()) for name in ("repetition", "frequency", "presence")
         )
@@ -45,20 +48,20 @@ class RowControls:
 
     def penalties(self) -> Penalties | None:
         """The tokens of each row up to the newest, with what they cost; None if no row has penalties."""
-        if not self._penalised:
+        if not self._counts:
             return None
-        counts = [count for request in self._penalised if (count := request.token_counts()) is not None]
-        token_ids = [count.token_ids for count in counts]
+        for counts, output_ids in zip(self._counts.values(), self._output_ids, strict=True):
+            counts.catch_up(output_ids)
         return Penalties(
-            row_start=self._row_start(self._penalised_rows, list(map(len, token_ids))),
-            token_id=_joined(token_ids, np.dtype(np.int32)),
-            output_count=_joined([count.counts for count in counts], np.dtype(np.int32)),
+            row_start=self._row_start(list(self._counts), list(map(len, self._token_ids))),
+            token_id=_joined(self._token_ids, np.dtype(np.int32)),
+            output_count=_joined(self._output_counts, np.dtype(np.int32)),
             repetition=self._repetition,
             frequency=self._frequency,
             presence=self._presence,
         )
 
-    def _row_start(self, rows: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> Tensor:
+    def _row_start(self, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """int32 [rows + 1]: where the entries of each row begin; the other rows have none."""
         row_start = np.zeros(self._num_rows + 1, dtype=np.int32)
         row_start[1:][rows] = lengths

@@ -106,10 +106,9 @@ class KVCacheManager:
 
     def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
         """Keys of the blocks ``first..last``, hashed once: a request's tokens are only ever added to."""
-        keys = request.block_keys
-        while len(keys) < last:
-            start, end = len(keys) * self.block_size, (len(keys) + 1) * self.block_size
+        keys, size, adapter_start = request.block_keys, self.block_size, request.adapter_start
+        for start in range(len(keys) * size, last * size, size):
             parent = keys[-1] if keys else chain_start(self._base_id, request.cache_salt)
-            runs = adapter_runs(start, end, request.adapter_key, request.adapter_start)
-            keys.append(block_key(parent, request.token_ids(start, end), runs))
+            runs = adapter_runs(start, start + size, request.adapter_key, adapter_start)
+            keys.append(block_key(parent, request.token_ids(start, start + size), runs))
         return keys[first:last]

@@ -46,7 +46,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Rows of the step."""
-        return sum(s.num_tokens for s in self.scheduled)
+        return sum([s.num_tokens for s in self.scheduled])
 
 
 class RequestResult(msgspec.Struct, frozen=True, gc=False):

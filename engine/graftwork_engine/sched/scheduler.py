@@ -186,12 +186,17 @@ class Scheduler:
         budget, position, running, block_size = self._limits.max_num_batched_tokens, 0, self._running, self._kv.block_size
         while position < len(running) and budget > 0:
             request = running[position]
-            dealt = self._deal(request, budget)
-            end = dealt.start + dealt.num_tokens
-            # Most steps of most requests stay within their last block, and need not ask.
-            if end <= len(dealt.block_ids) * block_size or self._kv.extend(request, end):
+            start, num_output, block_ids = request.num_computed_tokens, len(request.output_ids), request.block_ids
+            if start + 1 == len(request.prompt_ids) + num_output:  # as in most steps of most requests
+                samples = num_output < request.sampling.max_tokens
+                dealt, end = ScheduledRequest(request, start, 1, block_ids, request.adapter_index, samples), start + 1
+            else:
+                dealt = self._deal(request, budget)
+                end = start + dealt.num_tokens
+            # Mostly the last block has room, and there is nothing to ask for.
+            if end <= len(block_ids) * block_size or self._kv.extend(request, end):
                 scheduled.append(dealt)
-                budget -= dealt.num_tokens
+                budget -= end - start
                 position += 1
             else:
                 self._preempt(running[-1])  # stands at or behind `position`, so it is not in this plan
@@ -244,7 +249,7 @@ class Scheduler:
         """The tokens that the request computes next, as many of them as ``budget`` allows."""
         start, num_output = request.num_computed_tokens, len(request.output_ids)
         num_left = len(request.prompt_ids) + num_output - start
-        num_tokens = 1 if num_left == 1 else min(num_left, budget, self._limits.prefill_chunk_size or budget)
+        num_tokens = min(num_left, budget, self._limits.prefill_chunk_size or budget)
         samples = num_tokens == num_left and num_output < request.sampling.max_tokens
         return ScheduledRequest(request, start, num_tokens, request.block_ids, request.adapter_index, samples)
 
