@@ -83,12 +83,12 @@ class BatchBuilder:
         self._context_len = np.zeros(num_requests, dtype=np.int32)
         self._sample_rows = np.zeros(num_requests, dtype=np.int64)
         self._numbers = np.arange(max(num_rows, num_requests) + 1)
-        self._ones = np.ones(num_requests, dtype=np.int64)
         self._sampling = SamplingArrays(num_requests)
         self._no_rows = torch.zeros(0, dtype=torch.int64)
         self._samples: list[bool] = []  # of the last step's requests: which drew a token
         self._drawing = np.zeros(0, dtype=np.int64)  # their places
-        self._controls: RowControls | None = None  # of what they want, if any request of the step wants something
+        self._controls: RowControls | None = None  # what they want, if any request of the step wants something
+        self._scorers: list[int] = []  # places of those that want their prompt's logprobs
         self.whole_token_ids, positions, kv_slot = self._of_rows.unbind()
         self.whole = ForwardBatch(
             ops=ops,
@@ -113,7 +113,7 @@ class BatchBuilder:
         num_rows = plan.num_tokens
         # Most steps have one row for each request.
         if num_rows == num_requests:
-            counts = self._ones[:num_requests]
+            counts = np.ones(num_requests, dtype=np.int64)
         else:
             counts = np.fromiter([s.num_tokens for s in scheduled], np.int64, num_requests)
         starts = np.fromiter([s.start for s in scheduled], np.int64, num_requests)
@@ -159,8 +159,10 @@ class BatchBuilder:
             self._samples, self._drawing = samples, np.flatnonzero(samples)
             entries = self._table.take(self._drawing)
             self._sampling.write(entries)
-            drawers = [] if self._table.is_plain else [scheduled[place].request for place in self._drawing.tolist()]
-            self._controls = None if self._table.is_plain else RowControls(drawers, entries)
+            self._controls, self._scorers = None, []
+            if not self._table.is_plain:
+                self._controls = RowControls([scheduled[place].request for place in self._drawing.tolist()], entries)
+                self._scorers = np.flatnonzero(self._table.columns["wants_prompt_logprobs"][: len(scheduled)]).tolist()
         num_drawn = len(self._drawing)
         self._sample_rows[:num_drawn] = self._query_start[1:][self._drawing] - 1
         self._sampling.position[:num_drawn] = (ends - self._table.columns["num_prompt"][: len(scheduled)])[self._drawing]
@@ -183,14 +185,13 @@ class BatchBuilder:
         drawn = (rows.token_ids, forward, draws.sample_rows, draws.sampling)
         if self._controls is None:
             return StepBatch(*drawn, None, None, {}, self._no_rows, self._no_rows, {})
-        scored = np.flatnonzero(self._table.columns["wants_prompt_logprobs"][: len(scheduled)]).tolist()
-        num_scored = {place: count for place in scored if (count := _num_scored(scheduled[place]))}
+        num_scored = {place: count for place in self._scorers if (count := _num_scored(scheduled[place]))}
         return StepBatch(
             *drawn,
             self._controls.logit_bias(),
             self._controls.penalties(),
             self._controls.num_top_logprobs,
-            *_scored_rows(scheduled, num_scored, self._query_start),
+            *(_scored_rows(scheduled, num_scored, self._query_start) if num_scored else (self._no_rows, self._no_rows)),
             num_scored,
         )
 

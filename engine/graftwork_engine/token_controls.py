@@ -12,8 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 class TokenCounts:
     """How often the output holds each token; ``prompt_ids``, where they matter, stand beside it with what the output has of them.
 
-    ``token_ids`` and ``counts`` are int32, one entry for each distinct token, in the order in which tokens were first met.
+    ``token_ids`` and ``counts`` are int32, one entry for each distinct token, in the order in which tokens were first met. Both
+    grow in place.
     """
+
+    __slots__ = ("_num_counted", "_place", "counts", "token_ids")
 
     def __init__(self, prompt_ids: Iterable[int] = ()) -> None:
         self._place = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_ids))}
@@ -23,16 +26,16 @@ class TokenCounts:
 
     def catch_up(self, output_ids: Sequence[int]) -> None:
         """Count the output from where the last call ended; output is only ever added to."""
-        new = output_ids[self._num_counted :]
-        for token_id in new:
-            place = self._place.get(token_id)
+        place_of, counts = self._place, self.counts
+        for token_id in output_ids[self._num_counted :]:
+            place = place_of.get(token_id)
             if place is None:
-                self._place[token_id] = len(self.token_ids)
+                place_of[token_id] = len(self.token_ids)
                 self.token_ids.append(token_id)
-                self.counts.append(1)
+                counts.append(1)
             else:
-                self.counts[place] += 1
-        self._num_counted += len(new)
+                counts[place] += 1
+        self._num_counted = len(output_ids)
 
 
 class TokenBias:
