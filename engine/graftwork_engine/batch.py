@@ -6,7 +6,7 @@
              arrays of rows      positions, slots, adapters and token ids of this step, by a few operations over whole columns
                  │
                  ▼
-             StepBatch           torch's views of their beginnings; the same objects while the step has the same shape
+             StepBatch           torch's views of their beginnings; the same objects while they have the same length
 
 No loop goes over tokens; those over requests only pick attributes.
 """
@@ -76,9 +76,7 @@ class BatchBuilder:
         self._ops, self._memory, self._block_size, self._capacity = ops, memory, block_size, capacity
         self._table = RequestTable(num_requests, capacity.num_blocks, block_size)
         self._groups = AdapterGroups(num_rows)
-        of_rows = np.zeros((3, num_rows), dtype=np.int64)
-        self._token_ids, self._positions, self._kv_slot = of_rows
-        self._of_rows = torch.from_numpy(of_rows)
+        self._token_ids, self._positions, self._kv_slot = np.zeros((3, num_rows), dtype=np.int64)
         self._query_start = np.zeros(num_requests + 1, dtype=np.int32)
         self._context_len = np.zeros(num_requests, dtype=np.int32)
         self._sample_rows = np.zeros(num_requests, dtype=np.int64)
@@ -89,15 +87,15 @@ class BatchBuilder:
         self._drawing = np.zeros(0, dtype=np.int64)  # their places
         self._controls: RowControls | None = None  # what they want, if any request of the step wants something
         self._scorers: list[int] = []  # places of those that want their prompt's logprobs
-        self.whole_token_ids, positions, kv_slot = self._of_rows.unbind()
+        self.whole_token_ids = torch.from_numpy(self._token_ids)
         self.whole = ForwardBatch(
             ops=ops,
-            positions=positions,
+            positions=torch.from_numpy(self._positions),
             attention=AttentionBatch(
                 query_start=torch.from_numpy(self._query_start),
                 context_len=torch.from_numpy(self._context_len),
                 block_table=torch.from_numpy(self._table.block_table),
-                kv_slot=kv_slot,
+                kv_slot=torch.from_numpy(self._kv_slot),
                 max_query_len=num_rows,
                 max_context_len=capacity.num_blocks * block_size,
             ),
@@ -196,16 +194,20 @@ class BatchBuilder:
         )
 
     def _view_rows(self, num_rows: int) -> _RowViews:
-        token_ids, positions, kv_slot = self._of_rows[:, :num_rows].unbind()
-        return _RowViews(num_rows, token_ids, positions, kv_slot, self._groups.first(num_rows))
+        return _RowViews(
+            num_rows,
+            torch.from_numpy(self._token_ids[:num_rows]),
+            torch.from_numpy(self._positions[:num_rows]),
+            torch.from_numpy(self._kv_slot[:num_rows]),
+            self._groups.first(num_rows),
+        )
 
     def _view_requests(self, num_requests: int) -> _RequestViews:
-        whole = self.whole.attention
         return _RequestViews(
             num_requests,
-            whole.query_start[: num_requests + 1],
-            whole.context_len[:num_requests],
-            whole.block_table[:num_requests],
+            torch.from_numpy(self._query_start[: num_requests + 1]),
+            torch.from_numpy(self._context_len[:num_requests]),
+            torch.from_numpy(self._table.block_table[:num_requests]),
         )
 
     def _view_draws(self, num_drawn: int) -> _DrawViews:

@@ -26,16 +26,22 @@ class TokenCounts:
 
     def catch_up(self, output_ids: Sequence[int]) -> None:
         """Count the output from where the last call ended; output is only ever added to."""
-        place_of, counts = self._place, self.counts
-        for token_id in output_ids[self._num_counted :]:
-            place = place_of.get(token_id)
-            if place is None:
-                place_of[token_id] = len(self.token_ids)
-                self.token_ids.append(token_id)
-                counts.append(1)
-            else:
-                counts[place] += 1
+        num_counted = self._num_counted
+        if len(output_ids) == num_counted + 1:  # as after most steps: no list is made for it
+            self._count(output_ids[num_counted])
+        else:
+            for token_id in output_ids[num_counted:]:
+                self._count(token_id)
         self._num_counted = len(output_ids)
+
+    def _count(self, token_id: int) -> None:
+        place = self._place.get(token_id)
+        if place is None:
+            self._place[token_id] = len(self.token_ids)
+            self.token_ids.append(token_id)
+            self.counts.append(1)
+        else:
+            self.counts[place] += 1
 
 
 class TokenBias:

@@ -26,18 +26,16 @@ class AdapterGroups:
         self._num_segments = np.zeros(1, dtype=np.int32)
         self._begins = np.ones(num_rows, dtype=np.bool_)  # where a group begins: at row 0 always
         self._num_rows = 0
-        arrays = (self._token_adapter, self._permutation, self._segment_start, self._segment_adapter, self._num_segments)
-        self.whole = AdapterBatch(*map(torch.from_numpy, arrays))
+        self.whole = self.first(num_rows)
 
     def first(self, num_rows: int) -> AdapterBatch:
         """The part of ``whole`` that `group` wrote for as many rows."""
-        whole = self.whole
         return AdapterBatch(
-            whole.token_adapter[:num_rows],
-            whole.permutation[:num_rows],
-            whole.segment_start[: num_rows + 1],
-            whole.segment_adapter[:num_rows],
-            whole.num_segments,
+            torch.from_numpy(self._token_adapter[:num_rows]),
+            torch.from_numpy(self._permutation[:num_rows]),
+            torch.from_numpy(self._segment_start[: num_rows + 1]),
+            torch.from_numpy(self._segment_adapter[:num_rows]),
+            torch.from_numpy(self._num_segments),
         )
 
     def group(self, token_adapter: npt.NDArray[np.int32]) -> None:
