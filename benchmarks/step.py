@@ -189,7 +189,7 @@ class MarkedRunner:
     def __init__(self, runner: ModelRunner, marks: Marks) -> None:
         self._runner, self._marks = runner, marks
 
-    def execute(self, plan: StepPlan) -> list[RequestResult]:
+    def execute(self, plan: StepPlan) -> Sequence[RequestResult | int]:
         """See `graftwork_engine.sched.plan.Runner`."""
         self._marks.set()
         results = self._runner.execute(plan)

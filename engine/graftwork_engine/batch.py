@@ -6,14 +6,13 @@
              arrays of rows      positions, slots, adapters and token ids of this step, by a few operations over whole columns
                  │
                  ▼
-             StepBatch           torch's views of their beginnings; the same objects while the step has the same shape
+             StepBatch           torch's views of their beginnings; the same objects while they have the same length
 
 No loop goes over tokens; those over requests only pick attributes.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,8 +22,8 @@ import torch
 from torch import Tensor
 
 from graftwork_engine.model.layers import ForwardBatch
-from graftwork_engine.request import Request
-from graftwork_engine.request_table import RequestTable
+from graftwork_engine.request_table import Entries, RequestTable
+from graftwork_engine.row_controls import RowControls
 from graftwork_engine.sched.plan import BASE, ScheduledRequest, StepPlan
 from graftwork_kernels.adapter_batch import AdapterGroups
 from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AttentionBatch, LogitBias, Penalties, SamplingBatch
@@ -86,6 +85,8 @@ class BatchBuilder:
         self._no_rows = torch.zeros(0, dtype=torch.int64)
         self._samples: list[bool] = []  # of the last step's requests: which drew a token
         self._drawing = np.zeros(0, dtype=np.int64)  # their places
+        self._controls: RowControls | None = None  # what they want, if any request of the step wants something
+        self._scorers: list[int] = []  # places of those that want their prompt's logprobs
         self.whole_token_ids = torch.from_numpy(self._token_ids)
         self.whole = ForwardBatch(
             ops=ops,
@@ -101,24 +102,29 @@ class BatchBuilder:
             adapters=self._groups.whole,
             adapter_memory=memory,
         )
-        self._views = self._view(0, 0, 0)
+        self._rows, self._requests, self._draws = self._view_rows(0), self._view_requests(0), self._view_draws(0)
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The tensors of ``plan``, which must not be empty; raises ValueError if it is larger than the capacity."""
         scheduled = plan.scheduled
-        counts, starts = np.array([s.num_tokens for s in scheduled]), np.array([s.start for s in scheduled])
+        num_requests = len(scheduled)
+        num_rows = plan.num_tokens
+        # Most steps have one row for each request.
+        if num_rows == num_requests:
+            counts = np.ones(num_requests, dtype=np.int64)
+        else:
+            counts = np.fromiter([s.num_tokens for s in scheduled], np.int64, num_requests)
+        starts = np.fromiter([s.start for s in scheduled], np.int64, num_requests)
         ends = starts + counts
-        num_rows, num_requests, longest = int(counts.sum()), len(scheduled), int(ends.max())
+        longest = int(ends.max())
         self._check(num_rows, num_requests, longest)
         moved = self._table.seat(scheduled)
-        self._table.cover(scheduled, ends)
+        self._table.cover(ends)
         self._context_len[:num_requests] = ends
         self._write_rows(scheduled, counts, starts, num_rows)
         self._write_sampling(scheduled, ends, moved)
-        shape = num_rows, num_requests, len(self._drawing)
-        if shape != self._views.shape:
-            self._views = self._view(*shape)
-        return self._batch(scheduled, 1 if num_rows == num_requests else int(counts.max()), longest)
+        self._view(num_rows, num_requests, len(self._drawing))
+        return self._batch(scheduled, int(counts.max()), longest)
 
     def _check(self, num_rows: int, num_requests: int, longest: int) -> None:
         capacity = self._capacity
@@ -141,71 +147,99 @@ class BatchBuilder:
         offset = positions - block * self._block_size
         self._positions[:num_rows] = positions
         self._kv_slot[:num_rows] = self._table.block_table[place, block] * np.int64(self._block_size) + offset
-        self._token_ids[:num_rows] = _token_ids(scheduled)
+        self._token_ids[:num_rows] = np.fromiter(_token_ids(scheduled), np.int64, num_rows)
         self._groups.group(np.where(positions >= adapter_start, adapter, np.int32(BASE)))
 
     def _write_sampling(self, scheduled: Sequence[ScheduledRequest], ends: Integers, moved: bool) -> None:
         """From which row each token is drawn, and how."""
         samples = [s.samples for s in scheduled]
-        columns = self._table.columns[: len(scheduled)]
         if moved or samples != self._samples:
             self._samples, self._drawing = samples, np.flatnonzero(samples)
-            self._sampling.write(columns[self._drawing])
+            entries = self._table.take(self._drawing)
+            self._sampling.write(entries)
+            self._controls, self._scorers = None, []
+            if not self._table.is_plain:
+                self._controls = RowControls([scheduled[place].request for place in self._drawing.tolist()], entries)
+                self._scorers = np.flatnonzero(self._table.columns["wants_prompt_logprobs"][: len(scheduled)]).tolist()
         num_drawn = len(self._drawing)
         self._sample_rows[:num_drawn] = self._query_start[1:][self._drawing] - 1
-        self._sampling.position[:num_drawn] = (ends - columns["num_prompt"])[self._drawing]
+        self._sampling.position[:num_drawn] = (ends - self._table.columns["num_prompt"][: len(scheduled)])[self._drawing]
 
-    def _view(self, num_rows: int, num_requests: int, num_drawn: int) -> _Views:
-        whole, attention = self.whole, self.whole.attention
-        return _Views(
-            shape=(num_rows, num_requests, num_drawn),
-            token_ids=self.whole_token_ids[:num_rows],
-            positions=whole.positions[:num_rows],
-            query_start=attention.query_start[: num_requests + 1],
-            context_len=attention.context_len[:num_requests],
-            block_table=attention.block_table[:num_requests],
-            kv_slot=attention.kv_slot[:num_rows],
-            adapters=self._groups.first(num_rows),
-            sample_rows=torch.from_numpy(self._sample_rows[:num_drawn]),
-            sampling=self._sampling.first(num_drawn),
-        )
+    def _view(self, num_rows: int, num_requests: int, num_drawn: int) -> None:
+        """Let the views have these lengths: only those are made anew that had another."""
+        if num_rows != self._rows.number:
+            self._rows = self._view_rows(num_rows)
+        if num_requests != self._requests.number:
+            self._requests = self._view_requests(num_requests)
+        if num_drawn != self._draws.number:
+            self._draws = self._view_draws(num_drawn)
 
     def _batch(self, scheduled: Sequence[ScheduledRequest], max_query_len: int, max_context_len: int) -> StepBatch:
-        views = self._views
+        rows, requests, draws = self._rows, self._requests, self._draws
         attention = AttentionBatch(
-            views.query_start, views.context_len, views.block_table, views.kv_slot, max_query_len, max_context_len
+            requests.query_start, requests.context_len, requests.block_table, rows.kv_slot, max_query_len, max_context_len
         )
-        forward = ForwardBatch(self._ops, views.positions, attention, views.adapters, self._memory)
-        drawn = (views.token_ids, forward, views.sample_rows, views.sampling)
-        if self._table.is_plain:
+        forward = ForwardBatch(self._ops, rows.positions, attention, rows.adapters, self._memory)
+        drawn = (rows.token_ids, forward, draws.sample_rows, draws.sampling)
+        if self._controls is None:
             return StepBatch(*drawn, None, None, {}, self._no_rows, self._no_rows, {})
-        drawers = [scheduled[place].request for place in self._drawing.tolist()]
-        columns = self._table.columns[self._drawing]
-        wanting = np.flatnonzero(columns["wants_logprobs"]).tolist()
-        scored = np.flatnonzero(self._table.columns["wants_prompt_logprobs"][: len(scheduled)]).tolist()
-        num_scored = {place: count for place in scored if (count := _num_scored(scheduled[place]))}
+        num_scored = {place: count for place in self._scorers if (count := _num_scored(scheduled[place]))}
         return StepBatch(
             *drawn,
-            _logit_bias(drawers, np.flatnonzero(columns["has_bias"]).tolist()),
-            _penalties(drawers, np.flatnonzero(columns["has_penalties"]).tolist()),
-            {place: drawers[place].sampling.logprobs or 0 for place in wanting},
-            *_scored_rows(scheduled, num_scored, self._query_start),
+            self._controls.logit_bias(),
+            self._controls.penalties(),
+            self._controls.num_top_logprobs,
+            *(_scored_rows(scheduled, num_scored, self._query_start) if num_scored else (self._no_rows, self._no_rows)),
             num_scored,
         )
 
+    def _view_rows(self, num_rows: int) -> _RowViews:
+        return _RowViews(
+            num_rows,
+            torch.from_numpy(self._token_ids[:num_rows]),
+            torch.from_numpy(self._positions[:num_rows]),
+            torch.from_numpy(self._kv_slot[:num_rows]),
+            self._groups.first(num_rows),
+        )
+
+    def _view_requests(self, num_requests: int) -> _RequestViews:
+        return _RequestViews(
+            num_requests,
+            torch.from_numpy(self._query_start[: num_requests + 1]),
+            torch.from_numpy(self._context_len[:num_requests]),
+            torch.from_numpy(self._table.block_table[:num_requests]),
+        )
+
+    def _view_draws(self, num_drawn: int) -> _DrawViews:
+        return _DrawViews(num_drawn, torch.from_numpy(self._sample_rows[:num_drawn]), self._sampling.first(num_drawn))
+
 
 @dataclass(frozen=True, slots=True)
-class _Views:
-    """The tensors of a step of one ``shape`` (rows, requests, drawn tokens)."""
+class _RowViews:
+    """The tensors with an entry for each row of a step."""
 
-    shape: tuple[int, int, int]
+    number: int
     token_ids: Tensor
     positions: Tensor
+    kv_slot: Tensor
+    adapters: AdapterBatch
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestViews:
+    """Those with an entry for each request."""
+
+    number: int
     query_start: Tensor
     context_len: Tensor
     block_table: Tensor
-    kv_slot: Tensor
-    adapters: AdapterBatch
+
+
+@dataclass(frozen=True, slots=True)
+class _DrawViews:
+    """Those with an entry for each token that is drawn."""
+
+    number: int
     sample_rows: Tensor
     sampling: SamplingBatch
 
@@ -218,7 +252,7 @@ class SamplingArrays:
         self._top_k, self._choice, self.position = np.zeros((3, num_rows), dtype=np.int32)
         self._seed = np.zeros(num_rows, dtype=np.uint64)
 
-    def write(self, requests: npt.NDArray[np.void]) -> None:
+    def write(self, requests: Entries) -> None:
         """All but the position, of entries of a `RequestTable`."""
         rows = slice(len(requests))
         self._temperature[rows] = requests["temperature"]
@@ -245,8 +279,8 @@ def _token_ids(scheduled: Sequence[ScheduledRequest]) -> list[int]:
     token_ids: list[int] = []
     for s in scheduled:
         request = s.request
-        if s.num_tokens == 1 and s.samples and request.output_ids:  # the newest token: most of all
-            token_ids.append(request.output_ids[-1])
+        if s.num_tokens == 1 and s.samples:  # the newest token: most of all
+            token_ids.append((request.output_ids or request.prompt_ids)[-1])
         else:
             token_ids.extend(request.token_ids(s.start, s.start + s.num_tokens))
     return token_ids
@@ -271,47 +305,3 @@ def _scored_rows(
         rows.extend(range(first_row, first_row + count))
         targets.extend(s.request.prompt_ids[s.start + 1 : s.start + 1 + count])
     return torch.tensor(rows, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64)
-
-
-def _logit_bias(requests: Sequence[Request], having: Sequence[int]) -> LogitBias | None:
-    """Of the rows ``having`` some; the others have none."""
-    biases = {row: bias for row in having if (bias := requests[row].token_bias()) is not None}
-    if not biases:
-        return None
-    token_id, value = array("i"), array("f")
-    for bias in biases.values():
-        token_id.extend(bias.token_ids)
-        value.extend(bias.values)
-    row_start = _row_start({row: len(bias.token_ids) for row, bias in biases.items()}, len(requests))
-    return LogitBias(row_start, torch.from_numpy(np.array(token_id)), torch.from_numpy(np.array(value)))
-
-
-def _penalties(requests: Sequence[Request], having: Sequence[int]) -> Penalties | None:
-    """Of the rows ``having`` some; the others have none."""
-    counts = {row: count for row in having if (count := requests[row].token_counts()) is not None}
-    if not counts:
-        return None
-    token_id, output_count = array("i"), array("i")
-    for count in counts.values():
-        token_id.extend(count.token_ids)
-        output_count.extend(count.counts)
-    rows, wanted = list(counts), [requests[row].sampling for row in counts]
-    repetition, frequency, presence = np.array([[1.0], [0.0], [0.0]], dtype=np.float32).repeat(len(requests), axis=1)
-    repetition[rows] = [s.repetition_penalty for s in wanted]
-    frequency[rows] = [s.frequency_penalty for s in wanted]
-    presence[rows] = [s.presence_penalty for s in wanted]
-    return Penalties(
-        row_start=_row_start({row: len(count.token_ids) for row, count in counts.items()}, len(requests)),
-        token_id=torch.from_numpy(np.array(token_id)),
-        output_count=torch.from_numpy(np.array(output_count)),
-        repetition=torch.from_numpy(repetition),
-        frequency=torch.from_numpy(frequency),
-        presence=torch.from_numpy(presence),
-    )
-
-
-def _row_start(lengths: dict[int, int], num_rows: int) -> Tensor:
-    """int32 [num_rows + 1]: where the entries of each row begin."""
-    row_start = np.zeros(num_rows + 1, dtype=np.int32)
-    row_start[[row + 1 for row in lengths]] = list(lengths.values())
-    return torch.from_numpy(row_start.cumsum(dtype=np.int32))

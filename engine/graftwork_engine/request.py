@@ -87,13 +87,14 @@ class Request:
 
     def token_counts(self) -> TokenCounts | None:
         """The tokens that penalties are about, with their counts up to the newest token; None if the request has no penalty."""
-        sampling = self.sampling
-        if sampling.repetition_penalty == 1.0 and not sampling.frequency_penalty and not sampling.presence_penalty:
-            return None
-        if self._token_counts is None:
-            self._token_counts = TokenCounts(() if sampling.repetition_penalty == 1.0 else self.prompt_ids)
-        self._token_counts.catch_up(self.output_ids)
-        return self._token_counts
+        counts = self._token_counts
+        if counts is None:
+            sampling = self.sampling
+            if sampling.repetition_penalty == 1.0 and not sampling.frequency_penalty and not sampling.presence_penalty:
+                return None
+            counts = self._token_counts = TokenCounts(() if sampling.repetition_penalty == 1.0 else self.prompt_ids)
+        counts.catch_up(self.output_ids)
+        return counts
 
     def token_bias(self) -> TokenBias | None:
         """What is added to single logits of the next token: ``logit_bias``, and the ban on stop tokens up to ``min_tokens``."""

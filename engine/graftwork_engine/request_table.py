@@ -12,33 +12,43 @@ down behind them. So a step of the same requests as the last one costs nothing h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from operator import is_
 
 import numpy as np
 import numpy.typing as npt
 
-from graftwork_engine.request import Request
 from graftwork_engine.sched.plan import ScheduledRequest
 
 COLUMNS = np.dtype(
     [
         ("num_prompt", np.int64),
         ("num_blocks", np.int64),  # written to the block table so far
-        ("adapter", np.int32),
         ("adapter_start", np.int64),
+        ("seed", np.uint64),
+        ("adapter", np.int32),
         ("temperature", np.float32),
         ("top_k", np.int32),
         ("top_p", np.float32),
         ("min_p", np.float32),
-        ("seed", np.uint64),
         ("choice", np.int32),
+        ("repetition", np.float32),
+        ("frequency", np.float32),
+        ("presence", np.float32),
+        ("is_plain", np.bool_),  # it wants none of these:
         ("wants_logprobs", np.bool_),
         ("wants_prompt_logprobs", np.bool_),
         ("has_bias", np.bool_),
         ("has_penalties", np.bool_),
-    ]
+    ],
+    align=True,
 )
 """What does not change while a request runs, but ``num_blocks``."""
+
+Entries = npt.NDArray[np.void]
+
+_WHOLE = np.dtype((np.void, COLUMNS.itemsize))
+"""An entry as its bytes, which NumPy moves in one piece."""
 
 
 class RequestTable:
@@ -48,77 +58,85 @@ class RequestTable:
     """
 
     def __init__(self, num_places: int, num_blocks: int, block_size: int) -> None:
-        self.columns = np.zeros(num_places, dtype=COLUMNS)
+        self.columns: Entries = np.zeros(num_places, dtype=COLUMNS)
         self.block_table = np.zeros((num_places, num_blocks), dtype=np.int32)
         self.is_plain = True
         """No request that sits wants logprobs, biases or penalties."""
+        self._entries = self.columns.view(_WHOLE)
         self._block_size = block_size
-        self._requests: list[Request] = []
         self._block_lists: list[list[int]] = []
 
     def seat(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Give the plan's requests the places 0, 1, 2 ... in its order; False if all of them sat there already.
 
-        A request whose list of blocks is another one than before has run anew, and is written anew.
+        A request is known by its list of blocks: one that has another list than before has run anew, and is written anew.
         """
-        requests, block_lists = [s.request for s in scheduled], [s.block_ids for s in scheduled]
-        if requests == self._requests and all(map(is_, block_lists, self._block_lists)):
+        block_lists, before = [s.block_ids for s in scheduled], self._block_lists
+        num_places, num_before = len(block_lists), len(before)
+        if num_places == num_before and all(map(is_, block_lists, before)):
             return False
-        place_of = {
-            (id(request), id(blocks)): place
-            for place, (request, blocks) in enumerate(zip(self._requests, self._block_lists, strict=True))
-        }
-        origins = [place_of.get((id(request), id(blocks)), -1) for request, blocks in zip(requests, block_lists, strict=True)]
-        self._move(np.array(origins, dtype=np.int64), len(self._requests))
-        for place, origin in enumerate(origins):
-            if origin < 0:
-                self.columns[place] = _entry(scheduled[place])
-        self._requests, self._block_lists = requests, block_lists
-        seated = self.columns[: len(requests)]
-        self.is_plain = not any(
-            seated[name].any() for name in ("wants_logprobs", "wants_prompt_logprobs", "has_bias", "has_penalties")
-        )
+        place_of = dict(zip(map(id, before), range(num_before), strict=True))
+        origins = np.fromiter(map(place_of.get, map(id, block_lists), repeat(-1)), np.int64, num_places)
+        width = int(self.columns["num_blocks"][:num_before].max(initial=0))
+        self._move(origins, width)
+        for place in np.flatnonzero(origins < 0).tolist():
+            self.columns[place] = _entry(scheduled[place])
+            self.block_table[place, :width] = 0
+        self.block_table[num_places:num_before, :width] = 0
+        self._block_lists = block_lists
+        self.is_plain = bool(self.columns["is_plain"][:num_places].all())
         return True
 
-    def cover(self, scheduled: Sequence[ScheduledRequest], ends: npt.NDArray[np.int64]) -> None:
+    def take(self, places: npt.NDArray[np.int64]) -> Entries:
+        """A copy of the entries at ``places``."""
+        return self._entries[places].view(COLUMNS)
+
+    def cover(self, ends: npt.NDArray[np.int64]) -> None:
         """Write the blocks that tokens up to ``ends`` int64 [R] need and that are not in the block table yet."""
         written = self.columns["num_blocks"][: len(ends)]
         needed = (ends + (self._block_size - 1)) // self._block_size
-        for place in np.flatnonzero(needed > written).tolist():
-            first, last = int(written[place]), int(needed[place])
-            self.block_table[place, first:last] = scheduled[place].block_ids[first:last]
-            written[place] = last
+        growing = np.flatnonzero(needed > written)
+        due = needed[growing]
+        for place, first, last in zip(growing.tolist(), written[growing].tolist(), due.tolist(), strict=True):
+            if last - first == 1:  # most of all, and one number is written in a fraction of the time of a list of one
+                self.block_table[place, first] = self._block_lists[place][first]
+            else:
+                self.block_table[place, first:last] = self._block_lists[place][first:last]
+        written[growing] = due
 
-    def _move(self, origins: npt.NDArray[np.int64], num_before: int) -> None:
-        """Bring the rows ``origins`` to the places 0, 1, 2 ... and clear the others that were taken; -1 gives an empty row."""
-        num_places = len(origins)
-        stays = origins[:num_before] == np.arange(min(num_places, num_before))
-        first = len(stays) if stays.all() else int(np.argmin(stays))  # those before it sit where they sat
-        width = int(self.columns["num_blocks"][:num_before].max(initial=0))
-        moved = origins[first:]
-        self.columns[first:num_places] = self.columns[moved]
-        self.block_table[first:num_places, :width] = self.block_table[moved, :width]
-        self.block_table[first:num_places, :width][moved < 0] = 0
-        self.block_table[num_places:num_before, :width] = 0
+    def _move(self, origins: npt.NDArray[np.int64], width: int) -> None:
+        """Bring those who sat at ``origins`` to the places 0, 1, 2 ..., with ``width`` blocks; where -1 stands anything may be."""
+        moving = np.flatnonzero(origins != np.arange(len(origins)))
+        if len(moving):
+            first, sources = int(moving[0]), origins[moving[0] :]  # mostly all from the first on move
+            self._entries[first : len(origins)] = self._entries[sources]
+            self.block_table[first : len(origins), :width] = self.block_table[sources, :width]
 
 
 def _entry(scheduled: ScheduledRequest) -> tuple[int | float | bool, ...]:
     """What `COLUMNS` say of a request that sits down."""
     request = scheduled.request
     sampling = request.sampling
-    return (
-        len(request.prompt_ids),
-        0,
-        scheduled.adapter_index,
-        request.adapter_start,
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.seed,
-        sampling.choice,
+    wants = (
         sampling.logprobs is not None,
         sampling.prompt_logprobs is not None,
         bool(sampling.logit_bias) or bool(sampling.min_tokens and sampling.stop_token_ids),
         sampling.repetition_penalty != 1.0 or bool(sampling.frequency_penalty) or bool(sampling.presence_penalty),
+    )
+    return (
+        len(request.prompt_ids),
+        0,
+        request.adapter_start,
+        sampling.seed,
+        scheduled.adapter_index,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.choice,
+        sampling.repetition_penalty,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+        not any(wants),
+        *wants,
     )

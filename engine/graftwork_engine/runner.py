@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 
@@ -53,8 +54,8 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[RequestResult]:
-        """Run the plan's tokens through the model; one result for each scheduled request, in order."""
+    def execute(self, plan: StepPlan) -> Sequence[RequestResult | int]:
+        """See `graftwork_engine.sched.plan.Runner`."""
         if not plan.scheduled:
             return []
         batch = self._builder.build(plan)
@@ -63,7 +64,7 @@ class ModelRunner:
         scores = self._score_prompts(hidden, batch, plan) if batch.num_scored else {}
         failures = _failures(hidden, plan)
         if not (draws.logprobs or draws.failures or scores or failures) and len(draws.token_ids) == len(plan.scheduled):
-            return list(map(RequestResult, draws.token_ids))
+            return draws.token_ids
         return _results(plan, draws, scores, failures)
 
     def _draw(self, hidden: Tensor, batch: StepBatch) -> Draws:
@@ -71,7 +72,7 @@ class ModelRunner:
         rows = batch.sample_rows
         if not len(rows):
             return Draws([], {}, {})
-        drawn_from = hidden if len(rows) == len(hidden) else hidden[rows]
+        drawn_from = hidden if len(rows) == len(hidden) else hidden.index_select(0, rows)
         logits = self._model.logits(self._ops, drawn_from)
         return draw_tokens(self._ops, logits, batch.sampling, batch.logit_bias, batch.penalties, batch.num_top_logprobs)
 

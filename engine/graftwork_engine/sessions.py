@@ -107,19 +107,24 @@ class SessionTable:
     def deliver(self, items: Iterable[OutItem]) -> dict[bytes, list[OutItem]]:
         """Count a step's items, end the requests that have their last one, and group the rest by the socket they go to."""
         grouped: dict[bytes, list[OutItem]] = {}
+        forgotten, owner, output_count = self._forgotten, self._owner, self._output_count
         for item in items:
             request_id = item.request_id
-            if (forgetter := self._forgotten.get(request_id)) is not None:
+            if request_id in forgotten:
+                forgetter = forgotten[request_id]
                 if item.finish is not None:
-                    del self._forgotten[request_id]
+                    del forgotten[request_id]
                     if self.find(forgetter.identity) is forgetter:
                         grouped.setdefault(forgetter.identity, []).append(item)
                 continue
-            if request_id in self._output_count:
-                self._output_count[request_id] = item.first_output_index + len(item.token_ids)
-            session = self._owner.get(request_id)
+            if request_id in output_count:
+                output_count[request_id] = item.first_output_index + len(item.token_ids)
+            session = owner.get(request_id)
             if session is not None:
-                grouped.setdefault(session.identity, []).append(item)
+                part = grouped.get(session.identity)
+                if part is None:
+                    part = grouped[session.identity] = []
+                part.append(item)
             if item.finish is not None:
                 self._end(request_id)
         return grouped

@@ -12,8 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 class TokenCounts:
     """How often the output holds each token; ``prompt_ids``, where they matter, stand beside it with what the output has of them.
 
-    ``token_ids`` and ``counts`` are int32, one entry for each distinct token, in the order in which tokens were first met.
+    ``token_ids`` and ``counts`` are int32, one entry for each distinct token, in the order in which tokens were first met. Both
+    grow in place.
     """
+
+    __slots__ = ("_num_counted", "_place", "counts", "token_ids")
 
     def __init__(self, prompt_ids: Iterable[int] = ()) -> None:
         self._place = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_ids))}
@@ -23,13 +26,22 @@ class TokenCounts:
 
     def catch_up(self, output_ids: Sequence[int]) -> None:
         """Count the output from where the last call ended; output is only ever added to."""
-        for token_id in output_ids[self._num_counted :]:
-            place = self._place.setdefault(token_id, len(self.token_ids))
-            if place == len(self.token_ids):
-                self.token_ids.append(token_id)
-                self.counts.append(0)
-            self.counts[place] += 1
+        num_counted = self._num_counted
+        if len(output_ids) == num_counted + 1:  # as after most steps: no list is made for it
+            self._count(output_ids[num_counted])
+        else:
+            for token_id in output_ids[num_counted:]:
+                self._count(token_id)
         self._num_counted = len(output_ids)
+
+    def _count(self, token_id: int) -> None:
+        place = self._place.get(token_id)
+        if place is None:
+            self._place[token_id] = len(self.token_ids)
+            self.token_ids.append(token_id)
+            self.counts.append(1)
+        else:
+            self.counts[place] += 1
 
 
 class TokenBias:

@@ -24,34 +24,35 @@ class AdapterGroups:
         self._segment_start = np.zeros(num_rows + 1, dtype=np.int32)
         self._segment_adapter = np.full(num_rows, NO_ADAPTER, dtype=np.int32)
         self._num_segments = np.zeros(1, dtype=np.int32)
+        self._begins = np.ones(num_rows, dtype=np.bool_)  # where a group begins: at row 0 always
         self._num_rows = 0
-        arrays = (self._token_adapter, self._permutation, self._segment_start, self._segment_adapter, self._num_segments)
-        self.whole = AdapterBatch(*map(torch.from_numpy, arrays))
+        self.whole = self.first(num_rows)
 
     def first(self, num_rows: int) -> AdapterBatch:
         """The part of ``whole`` that `group` wrote for as many rows."""
-        whole = self.whole
         return AdapterBatch(
-            whole.token_adapter[:num_rows],
-            whole.permutation[:num_rows],
-            whole.segment_start[: num_rows + 1],
-            whole.segment_adapter[:num_rows],
-            whole.num_segments,
+            torch.from_numpy(self._token_adapter[:num_rows]),
+            torch.from_numpy(self._permutation[:num_rows]),
+            torch.from_numpy(self._segment_start[: num_rows + 1]),
+            torch.from_numpy(self._segment_adapter[:num_rows]),
+            torch.from_numpy(self._num_segments),
         )
 
     def group(self, token_adapter: npt.NDArray[np.int32]) -> None:
         """Write the groups of these rows' adapters, unless they are what the last step's were."""
         num_rows = len(token_adapter)
-        if num_rows == self._num_rows and np.array_equal(token_adapter, self._token_adapter[:num_rows]):
+        if num_rows == self._num_rows and (token_adapter == self._token_adapter[:num_rows]).all():
             return
         self._num_rows = num_rows
         self._token_adapter[:num_rows] = token_adapter
         # As an unsigned number -1 is the largest: base rows sort last, a tail that grouped work never visits.
         order = np.argsort(token_adapter.view(np.uint32), kind="stable")
         self._permutation[:num_rows] = order
-        num_grouped = int(np.count_nonzero(token_adapter != NO_ADAPTER))
-        grouped = token_adapter[order[:num_grouped]]
-        starts = np.flatnonzero(np.diff(grouped, prepend=NO_ADAPTER))
+        ordered = token_adapter[order]
+        num_grouped = num_rows if num_rows and ordered[-1] != NO_ADAPTER else int(np.count_nonzero(token_adapter != NO_ADAPTER))
+        grouped, begins = ordered[:num_grouped], self._begins[:num_grouped]
+        np.not_equal(grouped[1:], grouped[:-1], out=begins[1:])
+        starts = np.flatnonzero(begins)
         num_segments = len(starts)
         self._segment_start[:num_segments] = starts
         self._segment_start[num_segments : num_rows + 1] = num_grouped

@@ -60,7 +60,7 @@ class ScriptedRunner:
         self.plans: list[StepPlan] = []
         self.fail_next = False
 
-    def execute(self, plan: StepPlan) -> list[RequestResult]:
+    def execute(self, plan: StepPlan) -> list[RequestResult | int]:
         self.plans.append(plan)
         written: set[int] = set()
         for s in plan.scheduled:
@@ -90,7 +90,7 @@ class ScriptedRunner:
         else:
             assert self._gate.resident[request.adapter_key] == s.adapter_index, "the adapter is not where the plan says"
 
-    def _result(self, s: ScheduledRequest) -> RequestResult:
+    def _result(self, s: ScheduledRequest) -> RequestResult | int:
         request, end = s.request, s.start + s.num_tokens
         expected = histories(request, request.token_ids(0, end))
         for position in range(end):
@@ -101,6 +101,8 @@ class ScriptedRunner:
         if request.sampling.prompt_logprobs is not None:
             targets = request.prompt_ids[s.start + 1 : end + 1]
             prompt_logprobs = [TokenLogprob(-float(token)) for token in targets]
+        if token_id is not None and token_id % 2 and not wants and not prompt_logprobs:
+            return token_id  # a token alone may come in either form
         return RequestResult(token_id, TokenLogprob(-1.0) if wants else None, prompt_logprobs)
 
 

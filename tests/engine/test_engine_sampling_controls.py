@@ -54,9 +54,9 @@ class TestTokenCounts:
         class Watched(list[int]):
             num_read = 0
 
-            def __getitem__(self, key: slice) -> list[int]:  # type: ignore[override]
+            def __getitem__(self, key: int | slice) -> int | list[int]:  # type: ignore[override]
                 part = super().__getitem__(key)
-                Watched.num_read += len(part)
+                Watched.num_read += 1 if isinstance(part, int) else len(part)
                 return part
 
         output = Watched(range(1000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -169,17 +170,31 @@ def assert_sampling(drawers: list[Request], batch: StepBatch) -> None:
     assert batch.sampling.seed.numpy().view(np.uint64).tolist() == [r.sampling.seed for r in drawers]
     assert batch.sampling.position.tolist() == [r.num_output_tokens for r in drawers]
     assert batch.num_top_logprobs == {i: r.sampling.logprobs for i, r in enumerate(drawers) if r.sampling.logprobs is not None}
-    biases, counts = [r.token_bias() for r in drawers], [r.token_counts() for r in drawers]
+    biases, counts = [r.token_bias() for r in drawers], [recount(r) for r in drawers]
     assert (batch.logit_bias is None) == all(bias is None for bias in biases)
     if batch.logit_bias is not None:
         lists = split(batch.logit_bias.token_id, batch.logit_bias.row_start)
         assert lists == [[] if bias is None else list(bias.token_ids) for bias in biases]
-    assert (batch.penalties is None) == all(count is None for count in counts)
+    assert (batch.penalties is None) == (not any(wants_penalties(r) for r in drawers))
     if batch.penalties is not None:
-        lists = split(batch.penalties.output_count, batch.penalties.row_start)
-        assert lists == [[] if count is None else list(count.counts) for count in counts]
-        for name in ("repetition", "presence"):
+        token_ids, output_counts = (
+            split(entries, batch.penalties.row_start) for entries in (batch.penalties.token_id, batch.penalties.output_count)
+        )
+        assert [dict(zip(*pair, strict=True)) for pair in zip(token_ids, output_counts, strict=True)] == counts
+        assert list(map(len, token_ids)) == list(map(len, counts)), "a token is listed twice"
+        for name in ("repetition", "presence", "frequency"):
             assert getattr(batch.penalties, name).tolist() == [getattr(r.sampling, f"{name}_penalty") for r in drawers]
+
+
+def wants_penalties(request: Request) -> bool:
+    return request.sampling.repetition_penalty != 1.0 or request.sampling.presence_penalty != 0.0
+
+
+def recount(request: Request) -> dict[int, int]:
+    """What `Penalties` must list of a request, from its tokens alone."""
+    listed = request.prompt_ids if request.sampling.repetition_penalty != 1.0 else []
+    found = Counter(request.output_ids)
+    return {token: found[token] for token in [*listed, *found]} if wants_penalties(request) else {}
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, NewType
 
@@ -33,6 +32,10 @@ class AdapterRun(NamedTuple):
     adapter_key: str | None
 
 
+BASE_ALONE = (AdapterRun(0, None),)
+"""The runs of a block without an adapter."""
+
+
 def chain_start(base_id: str, cache_salt: bytes) -> BlockKey:
     """What stands for the parent of a first block: nobody without the same base and salt can find what follows from it."""
     base = base_id.encode()
@@ -47,7 +50,7 @@ def adapter_runs(start: int, end: int, adapter_key: str | None, adapter_start: i
     tokens     |── no adapter ──|── adapter_key ────|
     """
     if adapter_key is None or adapter_start >= end:
-        return (AdapterRun(0, None),)
+        return BASE_ALONE
     if adapter_start <= start:
         return (AdapterRun(0, adapter_key),)
     return (AdapterRun(0, None), AdapterRun(adapter_start - start, adapter_key))
@@ -59,8 +62,8 @@ def block_key(parent: BlockKey, token_ids: Sequence[int], runs: Iterable[Adapter
     Every part has a fixed length or is preceded by its length, so no two different inputs are encoded alike. Token ids are
     below 2⁶³.
     """
-    tokens = array("q", token_ids).tobytes()
-    parts = [_BLOCK_TAG, parent, _SIZE.pack(len(tokens)), tokens]
+    num_tokens = len(token_ids)
+    parts = [_BLOCK_TAG, parent, struct.pack(f"<Q{num_tokens}q", 8 * num_tokens, *token_ids)]
     for offset, adapter_key in runs:
         name = b"" if adapter_key is None else b"\x01" + adapter_key.encode()
         parts += (_RUN.pack(_SIZE.size, offset, len(name)), name)

@@ -41,7 +41,8 @@ class KVCacheManager:
         """
         if not self._enable_prefix_caching or request.needs_prompt_logprobs:
             return []
-        return self._pool.find(self._keys(request, 0, (request.num_tokens - 1) // self.block_size))
+        last = (request.num_tokens - 1) // self.block_size
+        return self._pool.find(self._keys(request, last)[:last])
 
     def can_start(self, request: Request, computed: Sequence[int], reserved: int) -> bool:
         """True if all of the request's tokens fit beside ``reserved`` blocks, once it shares the ``computed`` ones.
@@ -76,8 +77,9 @@ class KVCacheManager:
         first, last = start // self.block_size, end // self.block_size
         if not self._enable_prefix_caching or first == last:
             return
-        for block, key in zip(request.block_ids[first:last], self._keys(request, first, last), strict=True):
-            self._pool.register(block, key)
+        keys, block_ids = self._keys(request, last), request.block_ids
+        for number in range(first, last):
+            self._pool.register(block_ids[number], keys[number])
 
     def withdraw(self, request: Request) -> None:
         """Let nobody find what this request computed or shared, in this run of it or an earlier one."""
@@ -104,12 +106,11 @@ class KVCacheManager:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
-        """Keys of the blocks ``first..last``, hashed once: a request's tokens are only ever added to."""
-        keys = request.block_keys
-        while len(keys) < last:
-            start, end = len(keys) * self.block_size, (len(keys) + 1) * self.block_size
+    def _keys(self, request: Request, last: int) -> list[BlockKey]:
+        """Keys of the request's blocks, ``last`` at least, hashed once: a request's tokens are only ever added to."""
+        keys, size = request.block_keys, self.block_size
+        for start in range(len(keys) * size, last * size, size):
             parent = keys[-1] if keys else chain_start(self._base_id, request.cache_salt)
-            runs = adapter_runs(start, end, request.adapter_key, request.adapter_start)
-            keys.append(block_key(parent, request.token_ids(start, end), runs))
-        return keys[first:last]
+            runs = adapter_runs(start, start + size, request.adapter_key, request.adapter_start)
+            keys.append(block_key(parent, request.token_ids(start, start + size), runs))
+        return keys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,7 +46,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Rows of the step."""
-        return sum(s.num_tokens for s in self.scheduled)
+        return sum([s.num_tokens for s in self.scheduled])
 
 
 class RequestResult(msgspec.Struct, frozen=True, gc=False):
@@ -66,8 +66,11 @@ class RequestResult(msgspec.Struct, frozen=True, gc=False):
 class Runner(Protocol):
     """Executes plans. The engine's model runner is one; tests use scripted ones."""
 
-    def execute(self, plan: StepPlan) -> list[RequestResult]:
-        """Run the plan's tokens through the model; one result for each scheduled request, in order."""
+    def execute(self, plan: StepPlan) -> Sequence[RequestResult | int]:
+        """Run the plan's tokens through the model; one result for each scheduled request, in order.
+
+        A number stands for the `RequestResult` of a request that samples of which there is only the token to tell: most of all.
+        """
         ...
 
 

@@ -13,7 +13,8 @@ first always goes on, and some request always ends.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graftwork_engine.errors import ErrorCode, RequestRejected
@@ -119,32 +120,41 @@ class Scheduler:
         newly_running = self._start_waiting(scheduled, budget)
         return StepPlan(scheduled, newly_running)
 
-    def update(self, plan: StepPlan, results: list[RequestResult]) -> list[OutItem]:
+    def update(self, plan: StepPlan, results: Sequence[RequestResult | int]) -> list[OutItem]:
         """Book what the plan's execution made; the items to send, those of requests that ended since the last call first."""
         items, self._ended = self._ended, []
         block_size = self._kv.block_size
-        num_drawn: dict[str, int] = {}  # by flow
+        drawn_for: list[str] = []  # the flow of each token
         for scheduled, result in zip(plan.scheduled, results, strict=True):
-            request = scheduled.request
+            request, num_tokens = scheduled.request, scheduled.num_tokens
             if request.status is not RUNNING:
                 continue  # aborted while the step ran
-            if result.failure is not None:
+            if not isinstance(result, int) and result.failure is not None:
                 items.append(self._fail_in_step(request, result.failure))
                 continue
-            start, end = scheduled.start, scheduled.start + scheduled.num_tokens
-            request.num_computed_tokens = end
-            if end // block_size > start // block_size:
-                self._kv.register(request, start, end)
+            request.num_computed_tokens = end = scheduled.start + num_tokens
+            if end % block_size < num_tokens:
+                self._kv.register(request, end - num_tokens, end)
+            if scheduled.samples:
+                drawn_for.append(request.flow)
+            if isinstance(result, int):
+                output_ids, sampling = request.output_ids, request.sampling
+                index = len(output_ids)
+                # Neither its first token nor its last, as most are.
+                if request.num_resumed_tokens < index < sampling.max_tokens - 1 and result not in sampling.stop_token_ids:
+                    output_ids.append(result)
+                    items.append(OutItem(request.request_id, index, [result]))
+                    continue
+                result = RequestResult(result)
             if request.sampling.prompt_logprobs is not None:
                 self._keep_prompt_logprobs(request, result)
             if scheduled.samples:
-                num_drawn[request.flow] = num_drawn.get(request.flow, 0) + 1
                 items.append(self._take_token(request, result))
             elif end == request.num_tokens:
                 items.append(self._end_without_token(request))
-        for flow, number in num_drawn.items():
+        for flow, number in Counter(drawn_for).items():
             self._waiting.charge(flow, COST_OF_OUTPUT_TOKEN * number)
-            self._counts["output_tokens_total"] += number
+        self._counts["output_tokens_total"] += len(drawn_for)
         return items
 
     def stats(self) -> dict[str, float]:
@@ -176,12 +186,17 @@ class Scheduler:
         budget, position, running, block_size = self._limits.max_num_batched_tokens, 0, self._running, self._kv.block_size
         while position < len(running) and budget > 0:
             request = running[position]
-            dealt = self._deal(request, budget)
-            end = dealt.start + dealt.num_tokens
-            # Most steps of most requests stay within their last block, and need not ask.
-            if end <= len(request.block_ids) * block_size or self._kv.extend(request, end):
+            start, num_output, block_ids = request.num_computed_tokens, len(request.output_ids), request.block_ids
+            if start + 1 == len(request.prompt_ids) + num_output:  # as in most steps of most requests
+                samples = num_output < request.sampling.max_tokens
+                dealt, end = ScheduledRequest(request, start, 1, block_ids, request.adapter_index, samples), start + 1
+            else:
+                dealt = self._deal(request, budget)
+                end = start + dealt.num_tokens
+            # Mostly the last block has room, and there is nothing to ask for.
+            if end <= len(block_ids) * block_size or self._kv.extend(request, end):
                 scheduled.append(dealt)
-                budget -= dealt.num_tokens
+                budget -= end - start
                 position += 1
             else:
                 self._preempt(running[-1])  # stands at or behind `position`, so it is not in this plan
@@ -234,7 +249,7 @@ class Scheduler:
         """The tokens that the request computes next, as many of them as ``budget`` allows."""
         start, num_output = request.num_computed_tokens, len(request.output_ids)
         num_left = len(request.prompt_ids) + num_output - start
-        num_tokens = 1 if num_left == 1 else min(num_left, budget, self._limits.prefill_chunk_size or budget)
+        num_tokens = min(num_left, budget, self._limits.prefill_chunk_size or budget)
         samples = num_tokens == num_left and num_output < request.sampling.max_tokens
         return ScheduledRequest(request, start, num_tokens, request.block_ids, request.adapter_index, samples)
 
