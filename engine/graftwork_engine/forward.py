@@ -1,4 +1,6 @@
-"""How a step's rows go through the model: operator by operator, or as one recorded program. Knows no requests and no sampling."""
+"""How a step's rows go through the model: operator by operator, as one recorded program, or either by their number. Knows no requests
+and no sampling.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,17 @@ class EagerForward:
     def __call__(self, batch: StepBatch) -> Tensor:
         """See `Forward`."""
         return self._model.hidden_states(batch.token_ids, batch.forward, self._kv)
+
+
+class SplitForward:
+    """``large`` computes steps of ``from_rows`` rows and more, for which its operators have a faster product; ``small`` all others."""
+
+    def __init__(self, small: Forward, large: Forward, from_rows: int) -> None:
+        self._small, self._large, self._from_rows = small, large, from_rows
+
+    def __call__(self, batch: StepBatch) -> Tensor:
+        """See `Forward`."""
+        return (self._large if len(batch.token_ids) >= self._from_rows else self._small)(batch)
 
 
 class RecordedForward:

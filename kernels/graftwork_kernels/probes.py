@@ -92,12 +92,23 @@ def shapes_of(sizes: StepSizes, *, prefills: bool = True) -> list[Shape]:
     return shapes
 
 
-class Probes:
-    """Builds the inputs of one operator at a time, always the same."""
+def between(shapes: list[Shape]) -> list[Shape]:
+    """One more kind of step, halfway in doublings from many streams to a chunk of a prompt, where what is best may change; or none.
 
-    def __init__(self, sizes: StepSizes) -> None:
+    It has no share: it says where, and not what.
+    """
+    *_, streams, chunk = sorted([0, *(shape.num_rows for shape in shapes)])
+    rows = 1 << ((streams.bit_length() + chunk.bit_length()) // 2 - 1)
+    return [Shape(f"prefill {rows}", 1, rows, 0.0)] if streams < rows < chunk else []
+
+
+class Probes:
+    """Builds the inputs of one operator at a time, always the same. ``splits_linear``: linears are measured `between` too."""
+
+    def __init__(self, sizes: StepSizes, *, splits_linear: bool = False) -> None:
         self._sizes = sizes
         self._shapes = shapes_of(sizes)
+        self._linear_shapes = [*self._shapes, *(between(self._shapes) if splits_linear else ())]
         self._sampled = shapes_of(sizes, prefills=False)  # a prompt's last row alone is drawn from
         self._most = max(shape.num_rows for shape in self._shapes)
         self._random = torch.Generator().manual_seed(0)
@@ -144,7 +155,7 @@ class Probes:
         inputs = [self._randn(self._most, width) for width, _ in widths]
         token_ids = self._randint(head_rows, self._most)
         memory = self._adapter_memory(widths)
-        batches = {shape: _adapter_batch(shape) for shape in self._shapes}
+        batches = {shape: _adapter_batch(shape) for shape in self._linear_shapes}
 
         def start(implementation: Implementation) -> Mapping[Shape, Callable[[], Outputs]]:
             *weights, head = [implementation.prepare_weight(matrix) for matrix in matrices]
@@ -159,7 +170,7 @@ class Probes:
                 logits = implementation.linear(inputs[0][: shape.num_requests], head, None, torch.float32)
                 return (*results, logits, implementation.embedding(token_ids[:rows], head))
 
-            return _each(self._shapes, once)
+            return _each(self._linear_shapes, once)
 
         return start
 

@@ -1,6 +1,6 @@
-"""Linears whose base product is oneDNN's, of weights that it packed once: faster for many rows where the processor multiplies bf16.
+"""Linears whose base product is oneDNN's, of weights that it packed once: for many rows, where the processor multiplies bf16.
 
-What a row's adapter adds, output scales and biases are the compiled operator's, which is given the product. Knows no layout of oneDNN's.
+What a row's adapter adds, scales and biases are the compiled operator's, which is given the product. Knows no layout of oneDNN's.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from graftwork_kernels.cpu.issue import Issuer
 from graftwork_kernels.cpu.operators import CpuOperators
 from graftwork_kernels.layout import AdapterBatch, AdapterMemory, LinearSite, Weight, WeightLayout
 
+_USUAL_ROWS = 256
+"""What oneDNN is told when it picks an order for a weight; any number of rows can be multiplied with it."""
+
 
 class OneDnnOperators(CpuOperators):
     """`CpuOperators` with oneDNN's product in linears of ``from_rows`` rows and more.
 
     A weight is prepared both ways: few rows and the embedding read panels. In bf16 the product is rounded to bf16 before anything
-    is added to it. Not batch-invariant: oneDNN picks its kernel by the number of rows.
+    is added to it. Not batch-invariant: oneDNN picks its kernel by the number of rows. A type that oneDNN cannot multiply on this
+    machine is left to `CpuOperators`.
     """
 
     def __init__(self, issuer: Issuer, from_rows: int = 1) -> None:
@@ -28,11 +32,11 @@ class OneDnnOperators(CpuOperators):
         self._from_rows = from_rows
 
     def prepare_weight(self, weight: Tensor) -> Weight:
-        """See `graftwork_kernels.ops.Operators`, here and below. A type that oneDNN cannot multiply here is left to `CpuOperators`."""
-        prepared = super().prepare_weight(weight)
+        """See `graftwork_kernels.ops.Operators`, here and below."""
+        panels = super().prepare_weight(weight)
         if unavailable(weight.dtype) is not None:
-            return prepared
-        return replace(prepared, large=Weight(_pack(weight), *weight.shape, WeightLayout.ONEDNN))
+            return panels
+        return replace(panels, large=Weight(_pack(weight), panels.out_features, panels.in_features, WeightLayout.ONEDNN))
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         if weight.large is None or x.shape[0] < self._from_rows:
@@ -67,7 +71,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
     """Why products of ``dtype`` cannot be oneDNN's; None where they can."""
     if dtype not in linear.FLOAT_TYPES:
         return f"the compiled operators add nothing to a product in {dtype}"
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "torch was built without oneDNN"
     try:
         _multiply(torch.ones(1, 1, dtype=dtype), _pack(torch.ones(1, 1, dtype=dtype)))
@@ -80,7 +84,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
 
 
 def _pack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _USUAL_ROWS)
     return packed
 
 
