@@ -1,6 +1,4 @@
-"""How a step's rows go through the model: operator by operator, as one recorded program, or either by their number. Knows no requests
-and no sampling.
-"""
+"""How a step's rows go through the model: operator by operator, or as one recorded program. Knows no requests and no sampling."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class EagerForward:
 
 
 class SplitForward:
-    """``large`` computes steps of ``from_rows`` rows and more, for which its operators have a faster product; ``small`` all others."""
+    """``large`` computes steps of ``from_rows`` rows and more, for which its operators have a faster way; ``small`` all others."""
 
     def __init__(self, small: Forward, large: Forward, from_rows: int) -> None:
         self._small, self._large, self._from_rows = small, large, from_rows
