@@ -5,6 +5,7 @@ Each shape is a kind of step: decoding with a few streams, with some, with many,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,12 +94,12 @@ def shapes_of(sizes: StepSizes, *, prefills: bool = True) -> list[Shape]:
 
 
 def between(shapes: list[Shape]) -> list[Shape]:
-    """One more kind of step, halfway in doublings from many streams to a chunk of a prompt, where what is best may change; or none.
+    """One more kind of step, as many times larger than many streams as a chunk of a prompt is than it; none if there is no room.
 
-    It has no share: it says where, and not what.
+    It has no share of time: it only tells more closely from how many rows on something is best.
     """
     *_, streams, chunk = sorted([0, *(shape.num_rows for shape in shapes)])
-    rows = 1 << ((streams.bit_length() + chunk.bit_length()) // 2 - 1)
+    rows = math.isqrt(streams * chunk)
     return [Shape(f"prefill {rows}", 1, rows, 0.0)] if streams < rows < chunk else []
 
 

@@ -265,7 +265,7 @@ def test_doctor_finds_a_healthy_server_healthy(online: Any) -> None:
 
 def test_doctor_says_which_kernels_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the latest measuring has it, whose file is written by a process that has torch."""
-    verdict = {"seconds": {"reference": {}, "cpu": {}}, "dropped": {}}
+    verdict: dict[str, object] = {"seconds": {"reference": {}, "cpu": {}}, "dropped": {}, "rows": {}}
     costs = {operator: {"reference": 1.0, "cpu": 2.0 if operator == "sample" else 0.5} for operator in METHODS}
     examine_kernels(first := Report(), tmp_path)
     operators = {operator: {**verdict, "cost": cost} for operator, cost in costs.items()}
@@ -273,8 +273,14 @@ def test_doctor_says_which_kernels_would_run(tmp_path: Path, monkeypatch: pytest
     examine_kernels(second := Report(), tmp_path)
     (tmp_path / "choice-1.json").write_text(json.dumps({"provisional": True, "operators": operators}))
     examine_kernels(busy := Report(), tmp_path)
+    seconds = {"reference": {"prefill": 4.0}, "cpu": {"prefill": 2.0}, "onednn": {"prefill": 1.0}}
+    operators["linear"] |= {"seconds": seconds, "cost": {"reference": 1.0, "cpu": 0.5, "onednn": 0.25}, "rows": {"prefill": 64}}
+    (tmp_path / "choice-1.json").write_text(json.dumps({"provisional": False, "operators": operators}))
+    examine_kernels(split := Report(), tmp_path)
     monkeypatch.setenv("PATH", "")
     examine_kernels(third := Report(), None)
+    assert "cpu: linear, paged_attention" in split.findings[1].message
+    assert "; onednn: linear from 64 rows on; " in split.findings[1].message
     assert "not measured yet" in first.findings[1].message
     assert second.findings[1].message.startswith("fastest when last measured: cpu: linear, paged_attention")
     assert second.findings[1].message.endswith("; reference: sample")
