@@ -109,7 +109,8 @@ class Probes:
     def __init__(self, sizes: StepSizes, *, splits_linear: bool = False) -> None:
         self._sizes = sizes
         self._shapes = shapes_of(sizes)
-        self._linear_shapes = [*self._shapes, *(between(self._shapes) if splits_linear else ())]
+        more = between(self._shapes) if splits_linear else []
+        self._linear_shapes = sorted([*self._shapes, *more], key=lambda shape: shape.num_rows)
         self._sampled = shapes_of(sizes, prefills=False)  # a prompt's last row alone is drawn from
         self._most = max(shape.num_rows for shape in self._shapes)
         self._random = torch.Generator().manual_seed(0)
