@@ -21,7 +21,7 @@ from graftwork_engine.batch import StepCapacity
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.core import EngineCore
 from graftwork_engine.errors import ConfigError, ErrorCode, UnsupportedModel
-from graftwork_engine.kernel_choice import choose_kernels
+from graftwork_engine.kernel_choice import Kernels, choose_kernels
 from graftwork_engine.kv.manager import KVCacheManager
 from graftwork_engine.kv_memory import KvCache, allocate_kv_cache, blocks_that_fit, free_memory
 from graftwork_engine.model.config import ModelConfig
@@ -33,6 +33,7 @@ from graftwork_engine.runner import ModelRunner
 from graftwork_engine.sched.plan import AdapterFailure, AdapterGate
 from graftwork_engine.sched.scheduler import Scheduler, SchedulerLimits
 from graftwork_kernels.layout import AdapterMemory, empty_adapter_memory
+from graftwork_kernels.ops import Operators
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     started = time.monotonic()
     model = build_model(model_config, max_model_len, place)
     load_weights(model, model_dir)
-    model.prepare(ops)
+    _prepare(model, kernels, ops)
     logger.info("%s: %s in %s, loaded in %.1f s", spec.name, spec.architecture, config.dtype, time.monotonic() - started)
 
     waker = _Waker()
@@ -151,7 +152,7 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     blocks = KVCacheManager(kv.num_blocks, kv.block_size, spec.base_id, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(limits, blocks, gate, clock)
     capacity = StepCapacity(config.max_num_batched_tokens, config.max_num_seqs, -(-scheduler.max_request_tokens // kv.block_size))
-    runner = ModelRunner(model, kv, memory, ops, capacity, kernels.recorder())
+    runner = ModelRunner(model, kv, memory, ops, capacity, kernels.recorder(), kernels.choice.onednn_rows)
     return EngineAssembly(
         core=EngineCore(scheduler, runner, gate),
         base_id=spec.base_id,
@@ -160,6 +161,17 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
         residency=residency,
         _waker=waker,
     )
+
+
+def _prepare(model: Llama, kernels: Kernels, ops: Operators) -> None:
+    """Have the weights laid out for the operators that will read them, and say what a second layout costs."""
+    num_bytes = sum(tensor.nbytes for _, tensor in model.destinations() if tensor.dim() > 1)
+    model.prepare(ops)
+    if kernels.packs_twice:
+        rows = kernels.choice.onednn_rows or 1
+        logger.info(
+            "linears of %d rows and more are oneDNN's, whose weights take %d MB beside the others", rows, num_bytes // 10**6
+        )
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -29,6 +29,17 @@ class EagerForward:
         return self._model.hidden_states(batch.token_ids, batch.forward, self._kv)
 
 
+class SplitForward:
+    """``large`` computes steps of ``from_rows`` rows and more, for which its operators have a faster way; ``small`` all others."""
+
+    def __init__(self, small: Forward, large: Forward, from_rows: int) -> None:
+        self._small, self._large, self._from_rows = small, large, from_rows
+
+    def __call__(self, batch: StepBatch) -> Tensor:
+        """See `Forward`."""
+        return (self._large if len(batch.token_ids) >= self._from_rows else self._small)(batch)
+
+
 class RecordedForward:
     """The pass is recorded once over the builder's whole memory, and a step is one call that replays it.
 

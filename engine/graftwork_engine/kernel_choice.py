@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,11 +13,12 @@ from graftwork_engine.config import EngineConfig
 from graftwork_engine.errors import ConfigError
 from graftwork_engine.model.config import ModelConfig
 from graftwork_kernels.candidates import choose, implementation, implementations
-from graftwork_kernels.choice import CPU, METHODS, REFERENCE, BadPin, Choice, pinned
+from graftwork_kernels.choice import CPU, METHODS, ONEDNN, REFERENCE, BadPin, Choice, pinned
 from graftwork_kernels.cpu.build import KernelsUnavailable, default_cache_dir
 from graftwork_kernels.cpu.capture import Recorder
 from graftwork_kernels.cpu.issue import Immediate
 from graftwork_kernels.cpu.library import Library, open_library
+from graftwork_kernels.cpu.onednn import unavailable as onednn_unavailable
 from graftwork_kernels.ops import Operators
 from graftwork_kernels.probes import StepSizes
 
@@ -42,7 +43,12 @@ class Kernels:
         if self.library is None or not self.choice.is_native(self.used):
             return None
         recorder = Recorder(self.library)
-        return recorder, Operators(implementation(self.choice, recorder))
+        return recorder, Operators(implementation(replace(self.choice, onednn_rows=None), recorder))
+
+    @property
+    def packs_twice(self) -> bool:
+        """Whether `operators` prepares weights for oneDNN beside those for C++."""
+        return self.choice.onednn_rows is not None or self.choice.names["linear"] == ONEDNN
 
 
 def choose_kernels(config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype) -> Kernels:
@@ -52,8 +58,8 @@ def choose_kernels(config: EngineConfig, model: ModelConfig, max_model_len: int,
     """
     folder = kernel_dir(config)
     try:
-        library, unavailable = _library(folder) if needs_library(config.kernels) else (None, {})
-        found = implementations(None if library is None else Immediate(library))
+        library, unavailable = _library(folder, dtype) if needs_library(config.kernels) else (None, {})
+        found = implementations(None if library is None else Immediate(library), dtype)
         choice = choose(
             _step_sizes(config, model, max_model_len, dtype),
             found,
@@ -64,11 +70,11 @@ def choose_kernels(config: EngineConfig, model: ModelConfig, max_model_len: int,
         )
     except BadPin as error:
         raise ConfigError(str(error)) from error
-    if unavailable:
+    if CPU in unavailable:
         logger.warning(
             "every operator runs in plain torch, which takes several times as long as compiled kernels: %s", unavailable[CPU]
         )
-    kernels = Kernels(choice, library if CPU in choice.names.values() else None, _used(model))
+    kernels = Kernels(choice, library if {CPU, ONEDNN} & set(choice.names.values()) else None, _used(model))
     if kernels.library is not None and not choice.is_native(kernels.used):
         others = ", ".join(sorted(operator for operator in kernels.used if choice.names[operator] != CPU))
         logger.warning("the forward pass is called operator by operator, since these are not compiled ones: %s", others)
@@ -94,12 +100,14 @@ def needs_library(pins: Mapping[str, str]) -> bool:
     return any(decided.get(operator, CPU) != REFERENCE for operator in METHODS)
 
 
-def _library(folder: Path) -> tuple[Library | None, Mapping[str, str]]:
-    """The compiled operators, or why there are none."""
+def _library(folder: Path, dtype: torch.dtype) -> tuple[Library | None, Mapping[str, str]]:
+    """The compiled operators, and why this machine lacks them or what stands on them."""
     try:
-        return open_library(folder), {}
+        library = open_library(folder)
     except KernelsUnavailable as error:
-        return None, {CPU: str(error)}
+        return None, {CPU: str(error), ONEDNN: f"it needs the compiled operators: {error}"}
+    reason = onednn_unavailable(dtype)
+    return library, {} if reason is None else {ONEDNN: reason}
 
 
 def _step_sizes(config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype) -> StepSizes:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graftwork_engine.batch import BatchBuilder, StepBatch, StepCapacity
-from graftwork_engine.forward import EagerForward, Forward, RecordedForward
+from graftwork_engine.forward import EagerForward, Forward, RecordedForward, SplitForward
 from graftwork_engine.kv_memory import KvCache
 from graftwork_engine.messages import EngineError, TokenLogprob
 from graftwork_engine.model.llama import Llama
@@ -31,7 +31,7 @@ class ModelRunner:
 
     ``adapter_memory`` is written by others between steps, in place, and only where no adapter of the running step lies.
     ``capacity`` bounds the steps; None: large. ``recorded`` are a recorder and operators that record into it: the model's pass is
-    then replayed instead of called.
+    then replayed instead of called, but for steps of ``called_from`` rows and more; None: for all.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class ModelRunner:
         ops: Operators,
         capacity: StepCapacity | None = None,
         recorded: tuple[Recorder, Operators] | None = None,
+        called_from: int | None = None,
     ) -> None:
         self._model = model
         self._ops = ops
@@ -49,9 +50,10 @@ class ModelRunner:
         self._builder = BatchBuilder(
             ops, adapter_memory, kv.block_size, capacity or StepCapacity(DEFAULT_ROWS, DEFAULT_REQUESTS, longest)
         )
-        self._forward: Forward = (
-            EagerForward(model, kv) if recorded is None else RecordedForward(model, kv, self._builder, *recorded)
-        )
+        self._forward: Forward = EagerForward(model, kv)
+        if recorded is not None:
+            replayed = RecordedForward(model, kv, self._builder, *recorded)
+            self._forward = replayed if called_from is None else SplitForward(replayed, self._forward, called_from)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Sequence[RequestResult | int]:

@@ -24,6 +24,8 @@ from graftwork_kernels import reference
 from graftwork_kernels.choice import (
     CPU,
     METHODS,
+    ONEDNN,
+    PARTIAL,
     REFERENCE,
     Choice,
     Measured,
@@ -38,6 +40,8 @@ from graftwork_kernels.choice import (
 )
 from graftwork_kernels.cpu.build import machine
 from graftwork_kernels.cpu.issue import Issuer
+from graftwork_kernels.cpu.onednn import OneDnnOperators
+from graftwork_kernels.cpu.onednn import unavailable as onednn_unavailable
 from graftwork_kernels.cpu.operators import CpuOperators
 from graftwork_kernels.implementation import Implementation
 from graftwork_kernels.probes import Outputs, Probes, Shape, Start, StepSizes
@@ -84,18 +88,27 @@ class ChosenOperators:
         self.token_logprobs = of("token_logprobs").token_logprobs
 
 
-def implementations(issuer: Issuer | None) -> dict[str, Implementation]:
-    """Every implementation that this machine has, by name; those in C++ go through ``issuer``, None where there is no compiler."""
+def implementations(issuer: Issuer | None, dtype: torch.dtype) -> dict[str, Implementation]:
+    """Every implementation that this machine has for a model of ``dtype``, by name; those in C++ go through ``issuer``, None where
+    there is no compiler.
+    """
     found: dict[str, Implementation] = {REFERENCE: reference}
     if issuer is not None:
         found[CPU] = CpuOperators(issuer)
+        if onednn_unavailable(dtype) is None:
+            found[ONEDNN] = OneDnnOperators(issuer)
     return found
 
 
 def implementation(choice: Choice, issuer: Issuer | None) -> Implementation:
     """The operators of ``choice``; those in C++ go through ``issuer``."""
-    found = implementations(issuer)
-    return ChosenOperators(lambda operator: found[choice.names[operator]])
+    found: dict[str, Implementation] = {REFERENCE: reference}
+    if issuer is not None:
+        found |= {CPU: CpuOperators(issuer), ONEDNN: OneDnnOperators(issuer)}
+    chosen = {operator: found[name] for operator, name in choice.names.items()}
+    if issuer is not None and choice.onednn_rows is not None:
+        chosen["linear"] = OneDnnOperators(issuer, choice.onednn_rows)
+    return ChosenOperators(chosen.__getitem__)
 
 
 def conditions(sizes: StepSizes, found: Mapping[str, Implementation], fingerprint: str) -> dict[str, str]:
@@ -200,26 +213,31 @@ def _one_thread() -> Iterator[None]:
 @torch.inference_mode()
 def measure(sizes: StepSizes, found: Mapping[str, Implementation], clock: Callable[[], float]) -> dict[str, Verdict]:
     """Time every implementation of every operator on every kind of step."""
-    return {operator: _judge(operator, start, found, clock) for operator, start in Probes(sizes)}
+    verdicts = {}
+    for operator, start in Probes(sizes, splits_linear=ONEDNN in found):
+        candidates = {name: one for name, one in found.items() if PARTIAL.get(name, operator) == operator}
+        verdicts[operator] = _judge(operator, start, candidates, sizes.dtype, clock)
+    return verdicts
 
 
-def _judge(operator: str, start: Start, found: Mapping[str, Implementation], clock: Callable[[], float]) -> Verdict:
+def _judge(
+    operator: str, start: Start, found: Mapping[str, Implementation], dtype: torch.dtype, clock: Callable[[], float]
+) -> Verdict:
     seconds: dict[str, dict[str, float]] = {}
     dropped: dict[str, str] = {}
     failed: set[str] = set()
-    shares: dict[str, float] = {}
     truth = start(found[REFERENCE])
     expected: dict[Shape, Outputs] = {}
     for name in (REFERENCE, *(name for name in found if name != REFERENCE)):
+        rounded = dtype if name == ONEDNN else torch.float32
         times: dict[str, float] = {}
         try:
             runs = truth if name == REFERENCE else start(found[name])
             for shape, run in runs.items():
                 times[shape.name], outputs = _time(run, clock)
-                shares[shape.name] = shape.share
                 if name == REFERENCE:
                     expected[shape] = outputs
-                elif (reason := difference(outputs, expected[shape])) is not None:
+                elif (reason := difference(outputs, expected[shape], rounded)) is not None:
                     dropped[name] = f"{shape.name}: {reason}"
                     break
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -230,9 +248,9 @@ def _judge(operator: str, start: Start, found: Mapping[str, Implementation], clo
         if name in dropped:
             logger.error("kernel %s=%s is not used, since it does not agree with the reference; %s", operator, name, dropped[name])
         seconds[name] = times
-    return Verdict(
-        seconds, {name: _cost(seconds, name, shares) for name in found if name not in dropped}, dropped, frozenset(failed)
-    )
+    shares = {shape.name: shape.share for shape in expected}
+    cost = {name: _cost(seconds, name, shares) for name in found if name not in dropped}
+    return Verdict(seconds, cost, dropped, {shape.name: shape.num_rows for shape in expected}, frozenset(failed))
 
 
 def _cost(seconds: Mapping[str, Mapping[str, float]], name: str, shares: Mapping[str, float]) -> float:
@@ -253,23 +271,25 @@ def _time(run: Callable[[], Outputs], clock: Callable[[], float]) -> tuple[float
     return max(min(times), 1e-9), outputs
 
 
-def difference(outputs: Outputs, expected: Outputs) -> str | None:
-    """What is wrong with ``outputs``, or None if they agree with the reference's as `TOLERANCE` says."""
+def difference(outputs: Outputs, expected: Outputs, rounded: torch.dtype = torch.float32) -> str | None:
+    """What is wrong with ``outputs``, or None if they agree with the reference's as `TOLERANCE` says of their type, or of that to
+    which they were ``rounded`` on the way.
+    """
     if len(outputs) != len(expected):
         return f"{len(outputs)} results for {len(expected)}"
     for number, (output, truth) in enumerate(zip(outputs, expected, strict=True)):
         if output.dtype != truth.dtype or output.shape != truth.shape:
             return f"result {number} is {output.dtype} {tuple(output.shape)} for {truth.dtype} {tuple(truth.shape)}"
-        if (reason := _numbers_differ(output, truth)) is not None:
+        if (reason := _numbers_differ(output, truth, rounded)) is not None:
             return f"result {number} {reason}"
     return None
 
 
-def _numbers_differ(output: Tensor, truth: Tensor) -> str | None:
+def _numbers_differ(output: Tensor, truth: Tensor, rounded: torch.dtype) -> str | None:
     if not truth.is_floating_point():
         num_wrong = int((output != truth).sum())
         return f"differs in {num_wrong} of {truth.numel()} places" if num_wrong else None
-    tolerance = TOLERANCE[truth.dtype]
+    tolerance = max(TOLERANCE[truth.dtype], TOLERANCE[rounded])
     output, truth = output.to(torch.float32), truth.to(torch.float32)
     magnitude = float(truth.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
     if torch.allclose(output, truth, tolerance, tolerance * magnitude, equal_nan=True):

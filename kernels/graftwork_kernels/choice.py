@@ -20,8 +20,12 @@ logger = logging.getLogger(__name__)
 
 REFERENCE = "reference"
 CPU = "cpu"
-NAMES = (REFERENCE, CPU)
+ONEDNN = "onednn"
+NAMES = (REFERENCE, CPU, ONEDNN)
 """Implementations that exist; what a machine has of them is another matter."""
+
+PARTIAL: Mapping[str, str] = {ONEDNN: "linear"}
+"""Implementations that have something of their own for one operator alone."""
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "linear": ("prepare_weight", "embedding", "linear", "adapter_linear"),  # they share a prepared weight
@@ -57,9 +61,13 @@ class BadPin(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The name of an implementation for each operator of `METHODS`."""
+    """The name of an implementation for each operator of `METHODS`.
+
+    ``onednn_rows``: steps of so many rows and more have linears in oneDNN, though `names` has those in C++; None: no step has.
+    """
 
     names: Mapping[str, str]
+    onednn_rows: int | None = None
 
     def is_native(self, operators: Collection[str]) -> bool:
         """Whether all of ``operators`` are of the compiled library, so that a pass of nothing else can be recorded and replayed."""
@@ -71,20 +79,32 @@ class Verdict:
     """What measuring one operator gave.
 
     ``seconds`` by implementation and shape; ``cost`` by implementation, relative to the reference; ``dropped`` says why an
-    implementation may not be taken; those of ``failed`` raised something instead of computing anything.
+    implementation may not be taken; ``rows`` by shape, of a whole step; those of ``failed`` raised something instead of computing
+    anything.
     """
 
     seconds: Mapping[str, Mapping[str, float]]
     cost: Mapping[str, float]
     dropped: Mapping[str, str]
+    rows: Mapping[str, int]
     failed: frozenset[str] = frozenset()
 
     def fastest(self, operator: str) -> str:
-        """The implementation with the lowest cost; of equals, the first by name."""
-        names = sorted(self.cost, key=lambda name: (self.cost[name], name))
+        """The implementation with the lowest cost; of equals, the first by name. OneDNN is asked for by `onednn_rows`."""
+        names = sorted(self.cost.keys() - {ONEDNN}, key=lambda name: (self.cost[name], name))
         if CPU in self.cost and operator in FORWARD and self.cost[CPU] <= self.cost[names[0]] * RECORDED_HANDICAP:
             return CPU
         return names[0]
+
+    def onednn_rows(self) -> int | None:
+        """The fewest rows measured from which on oneDNN is so much faster than C++ that leaving the recorded pass is worth it; None
+        where it is not even for the most.
+        """
+        if not {CPU, ONEDNN} <= self.cost.keys():
+            return None
+        cpu, onednn = self.seconds[CPU], self.seconds[ONEDNN]
+        slower = max((rows for shape, rows in self.rows.items() if onednn[shape] * RECORDED_HANDICAP >= cpu[shape]), default=0)
+        return min((rows for rows in self.rows.values() if rows > slower), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +122,8 @@ def check_pins(pins: Mapping[str, str], unavailable: Mapping[str, str]) -> None:
             raise BadPin(f"kernel {operator}={name}: there is no operator {operator}; there are {ALL}, {', '.join(METHODS)}")
         if name not in NAMES:
             raise BadPin(f"kernel {operator}={name}: there is no implementation {name}; there are {', '.join(NAMES)}")
+        if PARTIAL.get(name, operator) != operator:
+            raise BadPin(f"kernel {operator}={name}: {name} is for {PARTIAL[name]} alone")
         if name in unavailable:
             raise BadPin(f"kernel {operator}={name}: this machine does not have it: {unavailable[name]}")
 
@@ -115,12 +137,16 @@ def pinned(pins: Mapping[str, str]) -> dict[str, str]:
 def decide(verdicts: Mapping[str, Verdict], pins: Mapping[str, str]) -> Choice:
     """The pin where there is one, else the fastest, else the reference. Raises `BadPin` for a pin to what was dropped."""
     decided = {operator: verdict.fastest(operator) for operator, verdict in verdicts.items()}
-    for operator, name in pinned(pins).items():
+    pins = pinned(pins)
+    for operator, name in pins.items():
         reason = verdicts[operator].dropped.get(name) if operator in verdicts else None
         if reason is not None:
             raise BadPin(f"kernel {operator}={name}: it is not fit for use: {reason}")
         decided[operator] = name
-    return Choice({operator: decided.get(operator, REFERENCE) for operator in METHODS})
+    rows = verdicts["linear"].onednn_rows() if decided.get("linear") == CPU and "linear" not in pins else None
+    if rows == 1:
+        decided["linear"], rows = ONEDNN, None
+    return Choice({operator: decided.get(operator, REFERENCE) for operator in METHODS}, rows)
 
 
 def table(verdicts: Mapping[str, Verdict], choice: Choice, pins: Mapping[str, str]) -> str:
@@ -129,13 +155,15 @@ def table(verdicts: Mapping[str, Verdict], choice: Choice, pins: Mapping[str, st
     rows = [["operator", "implementation", *shapes, "cost", ""]]
     decided = pinned(pins)
     for operator, name in choice.names.items():
-        verdict = verdicts.get(operator, Verdict({name: {}}, {}, {}))
+        verdict = verdicts.get(operator, Verdict({name: {}}, {}, {}, {}))
         for candidate in dict.fromkeys((*verdict.seconds, *verdict.dropped)):
             times = verdict.seconds.get(candidate, {})
             cost = f"{verdict.cost[candidate]:.2f}" if candidate in verdict.cost else "-"
             remark = "dropped" if candidate in verdict.dropped else ""
             if candidate == name:
                 remark = "pinned" if operator in decided else "chosen"
+            elif candidate == ONEDNN and choice.onednn_rows is not None:
+                remark = f"chosen from {choice.onednn_rows} rows on"
             cells = (f"{times[shape] * 1e6:.0f}" if shape in times else "-" for shape in shapes)
             rows.append([operator, candidate, *cells, cost, remark])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -175,9 +203,13 @@ def read_measured(path: Path) -> Measured | None:
 def _verdict(fields: Mapping[str, Mapping[str, object]]) -> Verdict:
     """One operator's part of the file. Raises KeyError, TypeError, ValueError and AttributeError for anything else."""
     seconds = {str(name): _floats(times) for name, times in fields["seconds"].items()}
-    verdict = Verdict(seconds, _floats(fields["cost"]), {str(k): str(v) for k, v in fields["dropped"].items()})
+    dropped = {str(name): str(reason) for name, reason in fields["dropped"].items()}
+    rows = {shape: int(number) for shape, number in _floats(fields["rows"]).items()}
+    verdict = Verdict(seconds, _floats(fields["cost"]), dropped, rows)
     if REFERENCE not in verdict.cost or not set(verdict.cost) <= set(seconds) - set(verdict.dropped):
         raise ValueError("an implementation has a cost and no times, or was dropped")
+    if any(seconds[name].keys() != rows.keys() for name in verdict.cost):
+        raise ValueError("an implementation has a cost and lacks times")
     return verdict
 
 
@@ -196,7 +228,7 @@ def write_measured(path: Path, conditions: Mapping[str, str], measured: Measured
         "conditions": dict(conditions),
         "provisional": measured.is_provisional,
         "operators": {
-            operator: {"seconds": verdict.seconds, "cost": verdict.cost, "dropped": verdict.dropped}
+            operator: {"seconds": verdict.seconds, "cost": verdict.cost, "dropped": verdict.dropped, "rows": verdict.rows}
             for operator, verdict in measured.verdicts.items()
         },
     }

@@ -45,6 +45,7 @@ class WeightLayout(Enum):
 
     PLAIN = "plain"  # [out, in]
     PANELS = "panels"  # as the `cpu` implementation's tiles read them
+    ONEDNN = "onednn"  # as oneDNN packed them: torch's opaque tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,15 @@ class Weight:
     """A matrix of ``out_features`` rows of ``in_features``, as `graftwork_kernels.ops.Operators.prepare_weight` made it of a
     tensor.
 
-    ``data`` is read by implementations alone, which know what its ``layout`` means.
+    ``data`` is read by implementations alone, which know what its ``layout`` means. ``large`` is the same matrix once more, as it
+    is best read for many rows; None where one way is best for any number.
     """
 
     data: Tensor
     out_features: int
     in_features: int
     layout: WeightLayout
+    large: Weight | None = None
 
     @property
     def dtype(self) -> torch.dtype:

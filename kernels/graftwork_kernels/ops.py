@@ -171,7 +171,8 @@ class Operators:
         Semantics: ``cast(x @ weight.T + bias)``, in x's type if ``out_dtype`` is None. x float [T, in], weight [out, in] of its
         type, bias [out] or None.
 
-        Batch-invariant in the `cpu` implementation; not in the reference, whose BLAS picks its kernel by the number of rows.
+        Batch-invariant in the `cpu` implementation; not in the reference and in `onednn`, whose libraries pick their kernel by the
+        number of rows. In `onednn`, with x in bf16, the product is rounded to bf16 before the bias is added.
         """
         _check_linear(x, weight, bias)
         return self._implementation.linear(x, weight, bias, x.dtype if out_dtype is None else out_dtype)
@@ -206,8 +207,8 @@ class Operators:
         ``sites`` do not overlap and need not cover the columns.
         An adapter that memory does not hold, and a record that points outside memory, raise ValueError or IndexError.
 
-        Batch invariance: the base product has that of `linear`. What the adapter adds is batch-invariant in the `cpu`
-        implementation; in the reference it depends, by fp32 rounding, on how many rows of the same adapter are in the step. It
+        Batch invariance: the base product has that of `linear`, and its rounding. What the adapter adds is batch-invariant in `cpu`
+        and `onednn`; in the reference it depends, by fp32 rounding, on how many rows of the same adapter are in the step. It
         never depends on rows of others: their weights, ranks and values never meet.
         """
         _check_linear(x, weight, bias)

@@ -5,6 +5,7 @@ Each shape is a kind of step: decoding with a few streams, with some, with many,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,12 +93,24 @@ def shapes_of(sizes: StepSizes, *, prefills: bool = True) -> list[Shape]:
     return shapes
 
 
-class Probes:
-    """Builds the inputs of one operator at a time, always the same."""
+def between(shapes: list[Shape]) -> list[Shape]:
+    """One more kind of step, as many times larger than many streams as a chunk of a prompt is than it; none if there is no room.
 
-    def __init__(self, sizes: StepSizes) -> None:
+    It has no share of time: it only tells more closely from how many rows on something is best.
+    """
+    *_, streams, chunk = sorted([0, *(shape.num_rows for shape in shapes)])
+    rows = math.isqrt(streams * chunk)
+    return [Shape(f"prefill {rows}", 1, rows, 0.0)] if streams < rows < chunk else []
+
+
+class Probes:
+    """Builds the inputs of one operator at a time, always the same. ``splits_linear``: linears are measured `between` too."""
+
+    def __init__(self, sizes: StepSizes, *, splits_linear: bool = False) -> None:
         self._sizes = sizes
         self._shapes = shapes_of(sizes)
+        more = between(self._shapes) if splits_linear else []
+        self._linear_shapes = sorted([*self._shapes, *more], key=lambda shape: shape.num_rows)
         self._sampled = shapes_of(sizes, prefills=False)  # a prompt's last row alone is drawn from
         self._most = max(shape.num_rows for shape in self._shapes)
         self._random = torch.Generator().manual_seed(0)
@@ -144,7 +157,7 @@ class Probes:
         inputs = [self._randn(self._most, width) for width, _ in widths]
         token_ids = self._randint(head_rows, self._most)
         memory = self._adapter_memory(widths)
-        batches = {shape: _adapter_batch(shape) for shape in self._shapes}
+        batches = {shape: _adapter_batch(shape) for shape in self._linear_shapes}
 
         def start(implementation: Implementation) -> Mapping[Shape, Callable[[], Outputs]]:
             *weights, head = [implementation.prepare_weight(matrix) for matrix in matrices]
@@ -159,7 +172,7 @@ class Probes:
                 logits = implementation.linear(inputs[0][: shape.num_requests], head, None, torch.float32)
                 return (*results, logits, implementation.embedding(token_ids[:rows], head))
 
-            return _each(self._shapes, once)
+            return _each(self._linear_shapes, once)
 
         return start
 

@@ -13,7 +13,7 @@ from graftwork_adapters.errors import StoreError, StoreUnavailable
 from graftwork_adapters.report import Report
 from graftwork_adapters.store import StoreConfig
 from graftwork_adapters.stores import check_store
-from graftwork_kernels.choice import decide, last_measured
+from graftwork_kernels.choice import ONEDNN, decide, last_measured
 from graftwork_kernels.cpu.build import CompilerMissing, find_compiler
 from graftwork_platform.admin.client import AdminClient, CallFailed
 from graftwork_platform.db_url import UnsupportedDatabase, check_url, describe, is_postgresql, sqlite_path
@@ -61,8 +61,11 @@ def examine_kernels(report: Report, folder: Path | None) -> None:
         report.passed("kernels", "not measured yet: the first start of a server does, and compiles them before", str(folder))
         return
     by_name: dict[str, list[str]] = {}
-    for operator, name in decide(measured.verdicts, {}).names.items():
+    choice = decide(measured.verdicts, {})
+    for operator, name in choice.names.items():
         by_name.setdefault(name, []).append(operator)
+    if choice.onednn_rows is not None:
+        by_name[ONEDNN] = [f"linear from {choice.onednn_rows} rows on"]
     chosen = "; ".join(f"{name}: {', '.join(operators)}" for name, operators in sorted(by_name.items()))
     when = "last measured, on a busy machine and until a start finds it quiet" if measured.is_provisional else "last measured"
     report.passed("kernels", f"fastest when {when}: {chosen}", str(folder))

@@ -49,11 +49,11 @@ Chooser = Callable[..., Kernels]
 def choose(tmp_path: Path) -> Chooser:
     (tmp_path / "config.json").write_text("{}")
 
-    def choosing(max_model_len: int = 128, **settings: object) -> Kernels:
+    def choosing(max_model_len: int = 128, dtype: torch.dtype = torch.float32, **settings: object) -> Kernels:
         defaults = {"model_dir": str(tmp_path), "kernel_dir": str(tmp_path / "kernels"), "max_num_batched_tokens": 16}
         config = msgspec.convert({**defaults, **settings}, EngineConfig)
         config.validate()
-        return choose_kernels(config, MODEL, max_model_len, torch.float32)
+        return choose_kernels(config, MODEL, max_model_len, dtype)
 
     return choosing
 
@@ -78,11 +78,42 @@ def test_without_a_compiler_torch_serves_and_one_line_says_what_to_install(
 def test_a_pin_that_needs_a_compiler_is_refused_with_the_reason(choose: Chooser, no_compiler: None) -> None:
     with pytest.raises(ConfigError, match=r"kernel sample=cpu: this machine does not have it: no C\+\+ compiler"):
         choose(kernels={"sample": "cpu"})
+    with pytest.raises(ConfigError, match=r"kernel linear=onednn: .* it needs the compiled operators: no C\+\+ compiler"):
+        choose(kernels={"linear": "onednn"})
+
+
+def test_a_pin_that_needs_other_instructions_is_refused_with_the_reason(
+    choose: Chooser, shared_kernels: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel_choice, "onednn_unavailable", lambda dtype: f"no instructions for {dtype}")
+    with pytest.raises(ConfigError, match=r"kernel linear=onednn: this machine does not have it: no instructions for torch.bfloat"):
+        choose(dtype=torch.bfloat16, kernel_dir=str(shared_kernels), kernels={"linear": "onednn"})
+    assert "plain torch" not in caplog.text
+
+
+@pytest.mark.parametrize(("name", "rows", "recorded"), [("cpu", None, True), ("cpu", 8, True), ("onednn", None, False)])
+def test_large_steps_in_onednn_leave_the_recorded_pass_as_it_is(
+    choose: Chooser, shared_kernels: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: int | None, recorded: bool
+) -> None:
+    chosen = Choice({operator: name if operator == "linear" else "cpu" for operator in METHODS}, rows)
+    monkeypatch.setattr(kernel_choice, "choose", lambda *_, **__: chosen)
+    kernels = choose(kernel_dir=str(shared_kernels))
+    assert kernels.packs_twice == (kernels.operators().prepare_weight(torch.randn(6, 5)).large is not None)
+    assert kernels.packs_twice == (rows is not None or name == "onednn")
+    found = kernels.recorder()
+    assert (found is not None) == recorded
+    if found is not None:
+        _, ops = found
+        ops.linear(torch.randn(40, 5), kernels.operators().prepare_weight(torch.randn(6, 5)))  # recorded, not called
 
 
 @pytest.mark.parametrize(
     ("kernels", "says"),
-    [({"attention": "cpu"}, "no operator attention; there are all, linear"), ({"sample": "gpu"}, "there are reference, cpu")],
+    [
+        ({"attention": "cpu"}, "no operator attention; there are all, linear"),
+        ({"sample": "gpu"}, "there are reference, cpu, onednn"),
+        ({"sample": "onednn"}, "onednn is for linear alone"),
+    ],
 )
 def test_settings_with_unknown_names_are_refused(kernels: dict[str, str], says: str, choose: Chooser) -> None:
     with pytest.raises(ConfigError, match=says):

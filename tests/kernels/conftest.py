@@ -15,6 +15,7 @@ from graftwork_kernels import reference
 from graftwork_kernels.cpu.build import SOURCES, build_library
 from graftwork_kernels.cpu.issue import Immediate
 from graftwork_kernels.cpu.library import Library
+from graftwork_kernels.cpu.onednn import OneDnnOperators
 from graftwork_kernels.cpu.operators import CpuOperators
 from graftwork_kernels.layout import NUM_SITE_FIELDS, QUANTISED_ROW_HEAD, ROW_ALIGNMENT, AdapterMemory, RowType, SiteField
 from graftwork_kernels.ops import Operators
@@ -50,11 +51,11 @@ def foreign_library(shared_kernels: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(params=["reference", "cpu", "foreign"])
 def ops(request: pytest.FixtureRequest) -> Operators:
-    """Every implementation that a CPU can run."""
+    """Every implementation that a CPU can run. "onednn", which has linears alone, is for tests that ask for it."""
     if request.param == "reference":
         return Operators(reference)
-    library = request.getfixturevalue("cpu_library" if request.param == "cpu" else "foreign_library")
-    return Operators(CpuOperators(Immediate(library)))
+    issuer = Immediate(request.getfixturevalue("foreign_library" if request.param == "foreign" else "cpu_library"))
+    return Operators(OneDnnOperators(issuer) if request.param == "onednn" else CpuOperators(issuer))
 
 
 def encode_row(row: Tensor, row_type: RowType) -> tuple[Tensor, Tensor]:

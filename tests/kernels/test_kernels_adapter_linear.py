@@ -11,6 +11,8 @@ from torch import Tensor
 from graftwork_kernels.adapter_batch import build_adapter_batch
 from graftwork_kernels.layout import LinearSite, RowType, SiteField, empty_adapter_memory
 
+pytestmark = pytest.mark.parametrize("ops", ["reference", "cpu", "foreign", "onednn"], indirect=True)
+
 NUM_IN = 40
 PACKED = (LinearSite(1, 0, 24), LinearSite(3, 24, 8), LinearSite(0, 32, 8))
 """A packed qkv whose site numbers are in no order."""
@@ -96,7 +98,9 @@ def test_sites_that_leave_columns_uncovered(ops, memory_builder):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_round_once(ops, memory_builder, dtype):
-    """The base product and the delta meet in fp32: the result is the exact one, rounded, but for ties of that rounding."""
+    """The base product and the delta meet in fp32: the result is the exact one, rounded, but for ties of that rounding. OneDNN's
+    product was rounded before.
+    """
     builder = mixed_builder(memory_builder)
     adapters = [0, 1, 2, 3, 4, 5, -1]
     x, weight, bias = torch.randn(7, NUM_IN).to(dtype), torch.randn(NUM_OUT, NUM_IN).to(dtype), torch.randn(NUM_OUT).to(dtype)
@@ -105,16 +109,19 @@ def test_half_types_round_once(ops, memory_builder, dtype):
     assert out.dtype == dtype
     error = (out.double() - exact).abs()
     half_ulp = torch.finfo(dtype).eps / 2 * exact.abs()
+    if ops.prepare_weight(weight).large is not None:
+        half_ulp += 2 * torch.finfo(dtype).eps / 2 * (x.double() @ weight.double().T).abs()  # scales lie below 2
     assert (error <= half_ulp + 1e-4).all()
 
 
 def test_weights_taller_than_one_upcast_block(ops):
     x, weight = torch.randn(3, 8).bfloat16(), torch.randn(1100, 8).bfloat16()
     exact = x.double() @ weight.double().T
-    out = ops.linear(x, ops.prepare_weight(weight), out_dtype=torch.float32)
+    prepared = ops.prepare_weight(weight)
+    out = ops.linear(x, prepared, out_dtype=torch.float32)
     assert out.dtype == torch.float32
-    assert_close(out, exact, 1e-6)
-    assert torch.equal(ops.linear(x, ops.prepare_weight(weight)), out.bfloat16())
+    assert_close(out, exact, 1e-6 if prepared.large is None else 4e-3)
+    assert torch.equal(ops.linear(x, prepared), out.bfloat16())
 
 
 def test_a_base_alone_needs_no_adapter_memory(ops):

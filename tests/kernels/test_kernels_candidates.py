@@ -61,7 +61,7 @@ def test_what_is_not_finite_agrees_with_its_like_alone(value: float) -> None:
 def test_choice_becomes_operators(cpu_library: Library) -> None:
     choice = Choice({operator: "cpu" if operator in ("linear", "sample") else "reference" for operator in METHODS})
     issuer = Immediate(cpu_library)
-    made, parts = implementation(choice, issuer), implementations(issuer)
+    made, parts = implementation(choice, issuer), implementations(issuer, torch.float32)
     assert isinstance(made, ChosenOperators)
     for operator, methods in METHODS.items():
         for method in methods:
@@ -77,7 +77,7 @@ def test_the_compiled_operators_agree_on_every_probe(
     cpu_library: Library, dtype: torch.dtype, limits: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     sizes = replace(SIZES, dtype=dtype, **limits)
-    verdicts = measure(sizes, implementations(Immediate(cpu_library)), time.perf_counter)
+    verdicts = measure(sizes, implementations(Immediate(cpu_library), dtype), time.perf_counter)
     assert set(verdicts) == set(METHODS)
     assert {operator: dict(v.dropped) for operator, v in verdicts.items() if v.dropped} == {}
 

@@ -350,7 +350,7 @@ def test_other_conditions_are_measured_anew(
         b'{"provisional": true, "operators": {"linear": []}}',
         b"\xff\xfe",
         b'{"provisional": 0, "operators": {"linear": {"seconds": {"reference": {}}, "cost": {"reference": 1}, "dropped": {}}}}',
-        b'{"provisional": false, "operators": {"linear": {"seconds": {"reference": {}}, "cost": {"gone": 0.1}, "dropped": {}}}}',
+        b'{"provisional": false, "operators": {"linear": {"seconds": {}, "cost": {"gone": 0.1}, "dropped": {}, "rows": {}}}}',
     ],
 )
 def test_a_file_that_makes_no_sense_is_measured_again(run: Chooser, clock: Clock, content: bytes, tmp_path: Path) -> None:

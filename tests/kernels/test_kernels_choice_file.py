@@ -23,7 +23,8 @@ from graftwork_kernels.choice import (
 
 def test_verdicts_survive_their_file(tmp_path: Path) -> None:
     seconds = {"reference": {"decode 1": 1.5}, "cpu": {"decode 1": 0.5}, "bad": {}}
-    verdicts = {operator: Verdict(seconds, {"reference": 1.0, "cpu": 1 / 3}, {"bad": "wrong"}) for operator in METHODS}
+    cost, dropped, rows = {"reference": 1.0, "cpu": 1 / 3}, {"bad": "wrong"}, {"decode 1": 1}
+    verdicts = {operator: Verdict(seconds, cost, dropped, rows) for operator in METHODS}
     path = choice_file(tmp_path / "new", {"machine": "a"})
     assert path != choice_file(tmp_path / "new", {"machine": "b"})
     for is_provisional in (True, False):
@@ -46,10 +47,13 @@ def test_table_of_nothing_measured_names_what_was_pinned() -> None:
     ("pins", "says"),
     [
         ({"attention": "cpu"}, r"there is no operator attention; there are all, linear, paged_attention, .*, token_logprobs"),
-        ({"linear": "gpu"}, "there is no implementation gpu; there are reference, cpu"),
+        ({"linear": "gpu"}, "there is no implementation gpu; there are reference, cpu, onednn"),
+        ({"linear": "onednn"}, "kernel linear=onednn: this machine does not have it: no bf16"),
+        ({"sample": "onednn"}, "kernel sample=onednn: onednn is for linear alone"),
+        ({"all": "onednn"}, "kernel all=onednn: onednn is for linear alone"),
         ({"all": "cpu"}, "kernel all=cpu: this machine does not have it: no compiler"),
     ],
 )
 def test_pins_to_what_there_is_not_are_refused(pins: dict[str, str], says: str) -> None:
     with pytest.raises(BadPin, match=says):
-        check_pins(pins, {"cpu": "no compiler"})
+        check_pins(pins, {"cpu": "no compiler", "onednn": "no bf16"})

@@ -23,10 +23,9 @@ from starlette.routing import Mount, Route
 from typer.testing import CliRunner
 
 from graftwork_adapters.report import Report
-from graftwork_kernels.choice import METHODS
 from graftwork_platform.admin.client import AdminClient, CallFailed
 from graftwork_platform.cli import app, main
-from graftwork_platform.doctor import examine_data, examine_kernels
+from graftwork_platform.doctor import examine_data
 from graftwork_platform.secrets import load_or_create
 from graftwork_platform.serve.data_dir import holder, locked
 from graftwork_platform.settings import ClientSettings, Settings, client_settings
@@ -261,27 +260,6 @@ def test_doctor_finds_a_healthy_server_healthy(online: Any) -> None:
     assert {(name, "pass") for name in checks} == results
     assert "held by the server" in next(c["message"] for c in found["checks"] if c["check"] == "lock")
     assert "pass" in online.cli("doctor").stdout
-
-
-def test_doctor_says_which_kernels_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the latest measuring has it, whose file is written by a process that has torch."""
-    verdict = {"seconds": {"reference": {}, "cpu": {}}, "dropped": {}}
-    costs = {operator: {"reference": 1.0, "cpu": 2.0 if operator == "sample" else 0.5} for operator in METHODS}
-    examine_kernels(first := Report(), tmp_path)
-    operators = {operator: {**verdict, "cost": cost} for operator, cost in costs.items()}
-    (tmp_path / "choice-1.json").write_text(json.dumps({"provisional": False, "operators": operators}))
-    examine_kernels(second := Report(), tmp_path)
-    (tmp_path / "choice-1.json").write_text(json.dumps({"provisional": True, "operators": operators}))
-    examine_kernels(busy := Report(), tmp_path)
-    monkeypatch.setenv("PATH", "")
-    examine_kernels(third := Report(), None)
-    assert "not measured yet" in first.findings[1].message
-    assert second.findings[1].message.startswith("fastest when last measured: cpu: linear, paged_attention")
-    assert second.findings[1].message.endswith("; reference: sample")
-    assert "on a busy machine and until a start finds it quiet: cpu: linear" in busy.findings[1].message
-    assert [(f.check, f.result) for f in second.findings] == [("compiler", "pass"), ("kernels", "pass")]
-    assert [(f.check, f.result) for f in third.findings] == [("compiler", "warn")]
-    assert "plain torch" in third.findings[0].message
 
 
 @pytest.mark.parametrize("pins", [["linear"], ["linear=cpu", "linear=reference"], ["attention=cpu"], ["linear=gpu"]])

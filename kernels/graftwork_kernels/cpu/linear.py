@@ -55,6 +55,7 @@ class _LinearArguments(ctypes.Structure):
         ("weight_type", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
         ("out_features", ctypes.c_int64),
+        ("product", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("bias_type", ctypes.c_int64),
         ("out", ctypes.c_void_p),
@@ -113,8 +114,11 @@ def embedding(issuer: Issuer, token_ids: Tensor, weight: Weight) -> Tensor:
     return out
 
 
-def linear(issuer: Issuer, x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See `graftwork_kernels.ops.Operators.linear`."""
+def linear(
+    issuer: Issuer, x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, product: Tensor | None = None
+) -> Tensor:
+    """See `graftwork_kernels.ops.Operators.linear`. ``product`` is ``x @ weight.T`` of x's type, contiguous,
+    where it is computed already."""
     if (
         weight.layout is not WeightLayout.PANELS
         or out_dtype not in FLOAT_TYPES
@@ -122,7 +126,7 @@ def linear(issuer: Issuer, x: Tensor, weight: Weight, bias: Tensor | None, out_d
     ):
         issuer.compute("linear in plain torch")
         return reference.linear(x, weight, bias, out_dtype)
-    return _Call(issuer, x, weight, bias, out_dtype).issue()
+    return _Call(issuer, x, weight, bias, out_dtype, product).issue()
 
 
 def adapter_linear(
@@ -134,8 +138,9 @@ def adapter_linear(
     batch: AdapterBatch,
     sites: tuple[LinearSite, ...],
     out_dtype: torch.dtype,
+    product: Tensor | None = None,
 ) -> Tensor:
-    """See `graftwork_kernels.ops.Operators.adapter_linear`."""
+    """See `graftwork_kernels.ops.Operators.adapter_linear`; ``product`` as in `linear`."""
     if (
         weight.layout is not WeightLayout.PANELS
         or out_dtype not in FLOAT_TYPES
@@ -143,7 +148,7 @@ def adapter_linear(
     ):
         issuer.compute("adapter_linear in plain torch")
         return reference.adapter_linear(x, weight, bias, memory, batch, sites, out_dtype)
-    call = _Call(issuer, x, weight, bias, out_dtype)
+    call = _Call(issuer, x, weight, bias, out_dtype, product)
     if sites:
         call.add_adapters(memory, batch, sites)
     return call.issue()
@@ -152,7 +157,9 @@ def adapter_linear(
 class _Call:
     """One linear's arguments as they come together, with the tensors that they point into."""
 
-    def __init__(self, issuer: Issuer, x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    def __init__(
+        self, issuer: Issuer, x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, product: Tensor | None
+    ) -> None:
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             issuer.compute("a copy of x")
             x = x.contiguous()
@@ -163,7 +170,7 @@ class _Call:
         self._arguments = _LinearArguments(
             x=x.data_ptr(),
             x_stride=x.stride(0),
-            weight=weight.data.data_ptr(),
+            weight=None if product is not None else weight.data.data_ptr(),
             weight_type=FLOAT_TYPES[weight.dtype],
             in_features=weight.in_features,
             out_features=weight.out_features,
@@ -171,6 +178,8 @@ class _Call:
             out_type=FLOAT_TYPES[out_dtype],
             padded_in=weight.in_features + weight.in_features % 2,
         )
+        if product is not None:
+            self._arguments.product = self._keep(product)
         if bias is not None:
             bias = bias.contiguous()
             self._arguments.bias, self._arguments.bias_type = self._keep(bias), FLOAT_TYPES[bias.dtype]
@@ -178,6 +187,8 @@ class _Call:
     def _copy_rows(self, *, with_adapters: bool) -> None:
         """Room for the copies of x that the kernel takes: in fp32, and in pairs of bf16, for a machine that multiplies them."""
         arguments = self._arguments
+        if arguments.product:
+            return
         if self._x.dtype == torch.bfloat16 or with_adapters:
             arguments.wide = self._scratch(arguments.padded_in, torch.float32)
         if self._x.dtype == torch.bfloat16 and (with_adapters or arguments.padded_in != arguments.in_features):

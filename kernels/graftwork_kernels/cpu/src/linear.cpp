@@ -1,9 +1,9 @@
 // A linear with each row's own adapter added: y = c ⊙ (x Wᵀ + h Bᵀ) + bias, h = x Aᵀ.
 //
-//     x in the order of the adapters, in fp32 ─▶ h of all rows ─▶ tiles of x Wᵀ, and before one is put away: + h Bᵀ, c, bias, cast
+//     h of all rows, and x in the order of the adapters ─▶ tiles of x Wᵀ, and before one is put away: + h Bᵀ, c, bias, cast
 //
 // What a tile will read of B is fetched while the base's product is computed, which leaves memory idle. Ranks beyond a chunk take
-// more rounds of h and h Bᵀ, between which the sums are kept.
+// more rounds of h and h Bᵀ, between which the sums are kept. x Wᵀ may be given, by a library that computes it faster.
 
 #include "adapter_rows.h"
 #include "product.h"
@@ -17,9 +17,10 @@ enum FloatType : int64_t { kFloat32 = 0, kBfloat16 = 1 };
 struct LinearArguments {
     const void* x;
     int64_t x_stride;
-    const void* weight;
-    int64_t weight_type;  // also of x
+    const void* weight;   // null where its product with x is given
+    int64_t weight_type;  // also of x, and of a product that is given
     int64_t in, out_features;
+    const void* product;  // or null: x Wᵀ [rows, out], rows in the step's own order
     const void* bias;  // or null
     int64_t bias_type;
     void* out;
@@ -68,6 +69,30 @@ void write_row(Out* to, const float* sums, int64_t count, const Ending& ending) 
     for (int64_t rest = 0; i + rest < count; ++rest) write(to + i + rest, ending.end(sums[i + place_in_panel(rest)], i + rest));
 }
 
+// The whole blocks of `count` elements, in fp32 and split, the even before the odd; how many elements these are.
+template <class From>
+int64_t split_blocks(const From* from, int64_t count, float* to) {
+    int64_t k = 0;
+    for (; k + 2 * kLanes <= count; k += 2 * kLanes) {
+        Split two;
+        if constexpr (sizeof(From) == 2)
+            two = split(from + k);
+        else
+            two = split(load(from + k), load(from + k + kLanes));
+        store(to + k, two.even);
+        store(to + k + kLanes, two.odd);
+    }
+    return k;
+}
+
+// `count` elements of one row of a product, in fp32 and in the order of panels, which are split too; zero to the panels' end.
+template <class From>
+void widen_panels(const From* from, int64_t count, int64_t num_panels, float* sums) {
+    const int64_t i = split_blocks(from, count, sums);
+    for (int64_t rest = 0; i + rest < num_panels * kPanel; ++rest)
+        sums[i + place_in_panel(rest)] = i + rest < count ? read(from + i + rest) : 0.0f;
+}
+
 // One task of a product: its panels, and what becomes of them. Told by `multiply` which rows come, and given their sums.
 class Columns {
 public:
@@ -94,6 +119,15 @@ public:
         for (int64_t i = 0; i < count; ++i)
             for (int64_t vector = 0; vector < 2 * num_panels; ++vector)
                 store(block_.sums[row + i] + panel * kPanel + vector * kLanes, sums[i * 2 * num_panels + vector]);
+    }
+
+    // The sums of a product that is given, in place of one that is computed: put into panels.
+    template <class From>
+    void take_given() {
+        for (int64_t i = first_; i < last_; ++i) {
+            const int64_t from = adapters_.row_at_place(i) * arguments_.out_features + column_;
+            widen_panels(static_cast<const From*>(arguments_.product) + from, count_, num_panels_, block_.sums[i - first_]);
+        }
     }
 
     // The sums of an earlier round, in place of a product's; and those of this round, kept for the next.
@@ -196,17 +230,7 @@ struct Gather {
 // One row of x as dot_tile reads it: in fp32, split block by block.
 template <class From>
 void widen_split(const From* from, int64_t in, float* to) {
-    int64_t k = 0;
-    for (; k + 2 * kLanes <= in; k += 2 * kLanes) {
-        Split two;
-        if constexpr (sizeof(From) == 2)
-            two = split(from + k);
-        else
-            two = split(load(from + k), load(from + k + kLanes));
-        store(to + k, two.even);
-        store(to + k + kLanes, two.odd);
-    }
-    for (; k < in; ++k) to[k] = read(from + k);
+    for (int64_t k = split_blocks(from, in, to); k < in; ++k) to[k] = read(from + k);
 }
 
 // h of all rows in this round, and before the first the copies of x that the product reads: neither waits for the other.
@@ -238,7 +262,9 @@ void run_rounds(const LinearArguments& arguments, Rows<X> x, int64_t num_copies,
             for (int64_t block = 0; block < num_blocks; ++block) {
                 const int64_t begin = block * num_rows / num_blocks, end = (block + 1) * num_rows / num_blocks;
                 columns.begin(begin, end);
-                if (round == 0)
+                if (round == 0 && arguments.product != nullptr)
+                    columns.template take_given<W>();
+                else if (round == 0)
                     multiply(weight, Rows<X>{x.at(begin), x.stride}, end - begin, first, last, columns);
                 else
                     columns.take_kept();
@@ -251,10 +277,13 @@ void run_rounds(const LinearArguments& arguments, Rows<X> x, int64_t num_copies,
     }
 }
 
-// With the rows of x as they lie if the product can read them so, else with copies: in the adapters' order, of type X, padded.
+// With the rows of x as they lie if the product can read them so or is given, else with copies: in the adapters' order, of type X,
+// padded.
 template <class W, class X>
 void run_on(const LinearArguments& arguments, X* copies, Adapters& adapters, int64_t num_rows, Team& team) {
     const Gather<X, W> copy{arguments, adapters, copies};
+    if (arguments.product != nullptr)
+        return run_rounds<W>(arguments, Rows<X>{}, 0, copy, adapters, num_rows, team);
     if constexpr (std::is_same_v<W, X>)
         if (!adapters.any() && Panels<W>::padded(arguments.in) == arguments.in)
             return run_rounds<W>(arguments, Rows<X>{static_cast<const X*>(arguments.x), arguments.x_stride}, 0, copy, adapters,
