@@ -262,6 +262,15 @@ def test_without_a_compiler_it_says_what_to_install(cache: Path, monkeypatch: py
     assert not cache.exists()
 
 
+def test_of_compilers_that_all_fail_it_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("g++", "clang++"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} is out of order\nexit 3\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CompilerMissing, match=r"(?s)answers.*g\+\+ is out of order.*clang\+\+ is out of order"):
+        find_compiler()
+
+
 def test_a_compiler_that_does_not_answer_is_passed_over(cache: Path, sources: Path, compiler: FakeCompiler) -> None:
     compiler.does("exit 1")
     assert answer(build_library(cache, sources)) == 42

@@ -91,13 +91,19 @@ class Compiler:
 
 def find_compiler() -> Compiler:
     """The first of g++, c++ and clang++ on the PATH; raises `CompilerMissing`."""
+    broken = []
     for name in ("g++", "c++", "clang++"):
         path = shutil.which(name)
         if path is None:
             continue
-        with contextlib.suppress(CompilerFailed):
+        try:
             return Compiler(path, _run([path, "--version"], _PROBE_LIMIT_S))
-    raise CompilerMissing("no C++ compiler (g++, c++ or clang++) on the PATH; install one, for instance with apt-get install g++")
+        except CompilerFailed as error:
+            broken.append(str(error).strip())
+    advice = "install one, for instance with apt-get install g++"
+    if broken:
+        raise CompilerMissing(f"no C++ compiler on the PATH answers; {advice}: {'; '.join(broken)}")
+    raise CompilerMissing(f"no C++ compiler (g++, c++ or clang++) on the PATH; {advice}")
 
 
 def default_cache_dir() -> Path:
