@@ -154,6 +154,8 @@ class Operators:
         """
         check_float("weight", weight)
         check_shape("weight", weight, None, None)
+        if weight.shape[1] == 0:
+            raise ValueError(f"weight: expected a column at least, got {tuple(weight.shape)}")
         return self._implementation.prepare_weight(weight)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:

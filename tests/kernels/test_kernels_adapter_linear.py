@@ -234,3 +234,8 @@ def test_grouping_of_another_type_is_refused(ops, memory_builder, name):
     memory, batch = (changed, batch) if name == "row_offset" else (memory, changed)
     with pytest.raises(ValueError, match=name):
         adapter_linear(ops, torch.randn(2, NUM_IN), torch.randn(NUM_OUT, NUM_IN), None, memory, batch, PACKED)
+
+
+def test_a_weight_without_columns_is_refused(ops):
+    with pytest.raises(ValueError, match=r"^weight: expected a column"):
+        ops.prepare_weight(torch.zeros(3, 0))
