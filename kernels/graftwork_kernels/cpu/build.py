@@ -283,12 +283,11 @@ def _compile(compiler: Compiler, flags: tuple[str, ...], files: Sequence[Path], 
         return result
 
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        waiting = [pool.submit(compile_one, file) for file in files]
         try:
+            waiting = [pool.submit(compile_one, file) for file in files]
             objects = [future.result() for future in waiting]
-        except CompilerFailed:
+        finally:  # after a failure, and after Ctrl-C, what has not begun is not begun
             pool.shutdown(cancel_futures=True)
-            raise
     library = scratch / "kernels.so"
     _run([compiler.path, *flags, "-shared", *objects, "-o", str(library)], give_up - time.monotonic(), scratch)
     return library
