@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import time
@@ -93,7 +94,7 @@ def model_names(text: str) -> list[str]:
     """``base``, ``a,b,c`` or ``a0..a31``; raises ValueError for a range that is none."""
     if ".." not in text:
         return text.split(",")
-    first, last = text.split("..")
+    first, _, last = text.partition("..")
     stem = first.rstrip("0123456789")
     numbers = first[len(stem) :], last.removeprefix(stem)
     if not (all(number.isdigit() for number in numbers) and int(numbers[0]) <= int(numbers[1])):
@@ -223,6 +224,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for name in ("requests", "concurrency", "input", "output"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: give at least 1")
+    for name in ("rate", "zipf"):
+        if not 0 <= getattr(options, name) < math.inf:
+            parser.error(f"--{name} {getattr(options, name)}: give 0 or a number above")
+    if options.vocab <= FIRST_TOKEN_ID:
+        parser.error(f"--vocab {options.vocab}: give more than {FIRST_TOKEN_ID}, since special tokens lie below that")
     if not 0 <= options.shared_prefix <= options.input:
         parser.error(f"--shared-prefix {options.shared_prefix}: it is a part of --input {options.input}")
     return options

@@ -195,7 +195,7 @@ def read_measured(path: Path) -> Measured | None:
         return Measured({operator: _verdict(content["operators"][operator]) for operator in METHODS}, content["provisional"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         logger.warning("%s cannot be used, kernels are measured again: %r", path, error)
         return None
 

@@ -154,6 +154,8 @@ class Operators:
         """
         check_float("weight", weight)
         check_shape("weight", weight, None, None)
+        if weight.shape[1] == 0:
+            raise ValueError(f"weight: expected a column at least, got {tuple(weight.shape)}")
         return self._implementation.prepare_weight(weight)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
@@ -328,7 +330,7 @@ class Operators:
         int64 [R, num_top], fp32 [R, num_top]. Batch-invariant.
         """
         check_float("logits", logits)
-        check_shape("logits", logits, None, None)
+        _check_vocabulary(logits)
         check_dtype("token_ids", token_ids, torch.int64)
         check_shape("token_ids", token_ids, logits.shape[0])
         if not 0 <= num_top <= logits.shape[1]:
@@ -338,7 +340,13 @@ class Operators:
 
 def _check_logits(logits: Tensor) -> None:
     check_dtype("logits", logits, torch.float32)
+    _check_vocabulary(logits)
+
+
+def _check_vocabulary(logits: Tensor) -> None:
     check_shape("logits", logits, None, None)
+    if logits.shape[1] == 0:
+        raise ValueError(f"logits: expected a token at least, got {tuple(logits.shape)}")
 
 
 def _check_entries(name: str, row_start: Tensor, token_id: Tensor, num_rows: int) -> None:

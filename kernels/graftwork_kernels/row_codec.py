@@ -89,4 +89,6 @@ def _decode(raw: Tensor, row_type: RowType) -> Tensor:
             elements = raw[:, QUANTISED_ROW_HEAD:].view(torch.int8).to(torch.float32)
         case RowType.E4M3:
             elements = decode_e4m3(raw[:, QUANTISED_ROW_HEAD:])
-    return elements * raw[:, :_SCALE_BYTES].contiguous().view(torch.float32)
+    # A copy, and not contiguous(): a single row counts as contiguous at any stride, and its bytes could not be seen as fp32.
+    scale = raw[:, :_SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return elements * scale

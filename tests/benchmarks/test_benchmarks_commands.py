@@ -79,6 +79,23 @@ def test_other_arguments(base: Path, parse: Any, arguments: list[str], hint: str
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
+        (["--models", "a..b..c"], "a0..a31"),
+        (["--rate", "-1"], "0 or a number above"),
+        (["--rate", "nan"], "0 or a number above"),
+        (["--zipf", "inf"], "0 or a number above"),
+        (["--vocab", "100"], "more than 100"),
+        (["--input", "4", "--shared-prefix", "5"], "a part of --input 4"),
+    ],
+)
+def test_load_arguments(arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load.parse(arguments)
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
         (["--cases", "greedy; other"], "no case is called 'other'; there are greedy"),
         (["--cases", ""], "no case is called ''"),
         (["--running", "64,x"], "--running 64,x"),

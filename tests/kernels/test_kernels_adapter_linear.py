@@ -220,6 +220,17 @@ def test_records_that_point_outside_memory_are_refused(ops, memory_builder):
             adapter_linear(ops, x, weight, None, dataclasses.replace(memory, **{name: value}), batch, site)
 
 
+def test_a_rank_that_no_memory_could_hold_is_refused_at_once(ops, memory_builder):
+    """Counted through, a chunk of ranks at a time, it would take days."""
+    builder = memory_builder(1)
+    builder.add(0, 0, rank=4, size=(NUM_IN, NUM_OUT))
+    memory = builder.build()
+    memory.sites[0, 0, SiteField.RANK] = 1 << 50
+    x, weight, site = torch.randn(2, NUM_IN), torch.randn(NUM_OUT, NUM_IN), (LinearSite(0, 0, NUM_OUT),)
+    with pytest.raises((ValueError, IndexError)):
+        adapter_linear(ops, x, weight, None, memory, build_adapter_batch([0, -1]), site)
+
+
 @pytest.mark.parametrize("name", ["token_adapter", "permutation", "segment_start", "segment_adapter", "num_segments", "row_offset"])
 def test_grouping_of_another_type_is_refused(ops, memory_builder, name):
     """Read as the type that it should have, it would lead anywhere."""
@@ -230,3 +241,8 @@ def test_grouping_of_another_type_is_refused(ops, memory_builder, name):
     memory, batch = (changed, batch) if name == "row_offset" else (memory, changed)
     with pytest.raises(ValueError, match=name):
         adapter_linear(ops, torch.randn(2, NUM_IN), torch.randn(NUM_OUT, NUM_IN), None, memory, batch, PACKED)
+
+
+def test_a_weight_without_columns_is_refused(ops):
+    with pytest.raises(ValueError, match=r"^weight: expected a column"):
+        ops.prepare_weight(torch.zeros(3, 0))

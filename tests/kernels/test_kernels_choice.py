@@ -351,7 +351,10 @@ def test_other_conditions_are_measured_anew(
         b"\xff\xfe",
         b'{"provisional": 0, "operators": {"linear": {"seconds": {"reference": {}}, "cost": {"reference": 1}, "dropped": {}}}}',
         b'{"provisional": false, "operators": {"linear": {"seconds": {}, "cost": {"gone": 0.1}, "dropped": {}, "rows": {}}}}',
+        b"[" * 100_000,
+        b'{"provisional": true, "operators": {"linear": {"seconds": {"reference": {"decode 1": 1%s}}, "cost": {}}}}' % (b"0" * 400),
     ],
+    ids=lambda content: repr(content[:20]),
 )
 def test_a_file_that_makes_no_sense_is_measured_again(run: Chooser, clock: Clock, content: bytes, tmp_path: Path) -> None:
     first = run(faster(clock, "sample"))

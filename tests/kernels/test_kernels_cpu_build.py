@@ -57,8 +57,8 @@ class FakeCompiler:
         folder.mkdir()
         self._log = folder / "calls"
         self._script = folder / "g++"
-        self._real = find_compiler().path
-        self.does(f'exec {self._real} "$@"')
+        self.real = find_compiler().path
+        self.does(f'exec {self.real} "$@"')
 
     def does(self, script: str) -> None:
         """What it does, in shell."""
@@ -68,7 +68,7 @@ class FakeCompiler:
     def refuses(self, flag: str, instead: str = "exit 1") -> None:
         """It does not know ``flag``."""
         self.does(
-            f'for a in "$@"; do [ "$a" = "{flag}" ] && {{ echo "unknown {flag}" >&2; {instead}; }}; done; exec {self._real} "$@"'
+            f'for a in "$@"; do [ "$a" = "{flag}" ] && {{ echo "unknown {flag}" >&2; {instead}; }}; done; exec {self.real} "$@"'
         )
 
     def calls(self, *words: str) -> list[str]:
@@ -262,6 +262,15 @@ def test_without_a_compiler_it_says_what_to_install(cache: Path, monkeypatch: py
     assert not cache.exists()
 
 
+def test_of_compilers_that_all_fail_it_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("g++", "clang++"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} is out of order\nexit 3\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CompilerMissing, match=r"(?s)answers.*g\+\+ is out of order.*clang\+\+ is out of order"):
+        find_compiler()
+
+
 def test_a_compiler_that_does_not_answer_is_passed_over(cache: Path, sources: Path, compiler: FakeCompiler) -> None:
     compiler.does("exit 1")
     assert answer(build_library(cache, sources)) == 42
@@ -296,6 +305,20 @@ def test_a_compiler_that_hangs_is_ended_with_all_its_processes(
         build_library(cache, sources)
     pids = [int(child.read_text()), *(int(line.split()[0]) for line in compiler.calls("-c"))]
     wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_an_interrupt_does_not_wait_for_files_that_have_not_begun(
+    cache: Path, sources: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    for number in range(6):
+        (sources / f"more{number}.cpp").write_text("")
+    once = f"mkdir {sources / 'begun'} 2>/dev/null && kill -INT {os.getpid()}"
+    compiler.does(f'case " $* " in *" -c "*) {once}; sleep 0.5;; esac; exec {compiler.real} "$@"')
+    with pytest.raises(KeyboardInterrupt):
+        build_library(cache, sources)
+    assert len(compiler.calls("-c")) <= 2
+    assert list(cache.glob("*.so")) == list(cache.glob("making-*")) == []
 
 
 def test_a_folder_that_cannot_be_made_or_is_full_is_told(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,17 @@ def test_quantised_rows_carry_their_own_scale():
     assert rows.tolist() == [[2.0, 4.0, 6.0, 8.0], [-64.0, -0.5, 0.0, 63.5]]
 
 
+@pytest.mark.parametrize("row_type", [RowType.INT8, RowType.E4M3])
+@pytest.mark.parametrize("width", range(1, 9))
+def test_a_single_quantised_row_may_have_any_width(row_type: RowType, width: int):
+    pool = torch.zeros(64, dtype=torch.uint8)
+    pool[:4] = torch.tensor([0.5]).view(torch.uint8)
+    pool[QUANTISED_ROW_HEAD : QUANTISED_ROW_HEAD + width] = 0x38  # 56, or 1.0 in e4m3
+    memory = AdapterMemory(pool, torch.tensor([0]), torch.zeros(0, 0, 6, dtype=torch.int64))
+    (row,) = read_runs(memory, [RowRun(0, 1, row_type)], width)
+    assert row.tolist() == [[0.5 * (56.0 if row_type is RowType.INT8 else 1.0)] * width]
+
+
 def test_runs_of_several_types_keep_their_order():
     pool = torch.zeros(64 * 4, dtype=torch.uint8)
     pool[0:8] = torch.tensor([1.0, 2.0]).view(torch.uint8)

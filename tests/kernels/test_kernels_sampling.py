@@ -258,6 +258,19 @@ def test_a_row_of_nan_stays_in_range_and_to_itself(ops: Operators):
     assert torch.equal(tokens[3:], clean[3:])
 
 
+def test_logprobs_of_a_row_with_nan_and_equals_keep_to_themselves(ops: Operators):
+    logits = torch.randn(3, 40)
+    token_ids = torch.tensor([1, 2, 3])
+    clean = ops.token_logprobs(logits, token_ids, 5)
+    logits[1] = 1.0
+    logits[1, 7] = float("nan")
+    found = ops.token_logprobs(logits, token_ids, 5)
+    assert found[0][1].isnan()
+    assert ((found[1] >= 0) & (found[1] < 40)).all()
+    for one, other in zip(found, clean, strict=True):
+        assert torch.equal(one[::2], other[::2])
+
+
 def naive_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[list[float], list[list[int]], list[list[float]]]:
     logprobs = logits.double().log_softmax(-1)
     chosen = [float(logprobs[row, token]) for row, token in enumerate(token_ids.tolist())]
@@ -299,6 +312,9 @@ def test_logprobs_keep_every_bit_whatever_the_neighbours(ops: Operators):
         ("logits", lambda ops: ops.token_logprobs(torch.zeros(8), torch.zeros(1).long(), 0)),
         ("token_ids", lambda ops: ops.token_logprobs(torch.zeros(2, 8), torch.zeros(3).long(), 0)),
         ("token_ids", lambda ops: ops.token_logprobs(torch.zeros(2, 8), torch.zeros(2).int(), 0)),
+        ("logits", lambda ops: ops.sample(torch.zeros(2, 0), sampling_batch(2))),
+        ("logits", lambda ops: ops.finite_rows(torch.zeros(2, 0))),
+        ("logits", lambda ops: ops.token_logprobs(torch.zeros(2, 0), torch.zeros(2).long(), 0)),
         ("num_top", lambda ops: ops.token_logprobs(torch.zeros(2, 8), torch.zeros(2).long(), 9)),
         ("seed", lambda ops: ops.philox_uniform(torch.zeros(2), torch.zeros(2).int(), torch.zeros(2).int())),
         ("choice", lambda ops: ops.philox_uniform(torch.zeros(2).long(), torch.zeros(3).int(), torch.zeros(2).int())),

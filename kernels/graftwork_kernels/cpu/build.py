@@ -91,13 +91,19 @@ class Compiler:
 
 def find_compiler() -> Compiler:
     """The first of g++, c++ and clang++ on the PATH; raises `CompilerMissing`."""
+    broken = []
     for name in ("g++", "c++", "clang++"):
         path = shutil.which(name)
         if path is None:
             continue
-        with contextlib.suppress(CompilerFailed):
+        try:
             return Compiler(path, _run([path, "--version"], _PROBE_LIMIT_S))
-    raise CompilerMissing("no C++ compiler (g++, c++ or clang++) on the PATH; install one, for instance with apt-get install g++")
+        except CompilerFailed as error:
+            broken.append(str(error).strip())
+    advice = "install one, for instance with apt-get install g++"
+    if broken:
+        raise CompilerMissing(f"no C++ compiler on the PATH answers; {advice}: {'; '.join(broken)}")
+    raise CompilerMissing(f"no C++ compiler (g++, c++ or clang++) on the PATH; {advice}")
 
 
 def default_cache_dir() -> Path:
@@ -277,12 +283,11 @@ def _compile(compiler: Compiler, flags: tuple[str, ...], files: Sequence[Path], 
         return result
 
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        waiting = [pool.submit(compile_one, file) for file in files]
         try:
+            waiting = [pool.submit(compile_one, file) for file in files]
             objects = [future.result() for future in waiting]
-        except CompilerFailed:
+        finally:  # after a failure, and after Ctrl-C, what has not begun is not begun
             pool.shutdown(cancel_futures=True)
-            raise
     library = scratch / "kernels.so"
     _run([compiler.path, *flags, "-shared", *objects, "-o", str(library)], give_up - time.monotonic(), scratch)
     return library

@@ -86,7 +86,9 @@ def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count == 0:
         return values, ids
     # topk orders equals as it likes, so rows that have any are ordered again among the candidates.
+    # Of one with NaN, which comes first, nothing has a place to be in.
     has_ties = (values[:, 1:] == values[:, :-1]).any(-1) | ((logits >= values[:, -1:]).sum(-1) > count)
+    has_ties &= ~values[:, 0].isnan()
     for row in has_ties.nonzero().squeeze(1).tolist():
         candidates = (logits[row] >= values[row, -1]).nonzero().squeeze(1)
         order = logits[row, candidates].argsort(descending=True, stable=True)[:count]

@@ -35,7 +35,10 @@ public:
         for (int64_t segment = 0; segment < num_segments_; ++segment)
             for (int64_t site = 0; site < sites.count; ++site) {
                 const int64_t rank = record(sites.rows.segment_adapter[segment], site).rank;
-                most_ranks_ = rank > most_ranks_ ? rank : most_ranks_;
+                if (rank > sites.memory.num_rows)  // which nobody is to count through
+                    report(step, kRowOutside);
+                else if (rank > most_ranks_)
+                    most_ranks_ = rank;
             }
     }
 
