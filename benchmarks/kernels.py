@@ -31,6 +31,7 @@ from timing import Case, Timed, run_case
 from whole_step import step_claims
 
 GROUPS = ("linear", "adapters", "attention", "small", "step")
+MOST_THREADS = 1024
 
 
 def implementations(cache_dir: Path) -> dict[str, Operators]:
@@ -96,8 +97,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown := sorted(set(wanted) - set(GROUPS)):
         parser.error(f"--only {','.join(unknown)}: there are {', '.join(GROUPS)}")
     options.only = [group for group in GROUPS if group in wanted]
-    if options.threads is not None and options.threads < 1:
-        parser.error(f"--threads {options.threads}: give at least 1")
+    if options.threads is not None and not 1 <= options.threads <= MOST_THREADS:
+        parser.error(f"--threads {options.threads}: give 1 to {MOST_THREADS}")
     if not options.budget > 0:
         parser.error(f"--budget {options.budget}: give more than 0")
     check_base(parser, options)

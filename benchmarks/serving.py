@@ -188,7 +188,7 @@ def by_peer(texts: Sequence[str], option: str, peers: Sequence[Peer]) -> dict[st
     found: dict[str, int] = {}
     for text in ",".join(texts).split(",") if texts else ():
         kind, _, number = text.partition("=")
-        if kind not in PEER_NAMES or not number.isdigit() or int(number) < 1:
+        if kind not in PEER_NAMES or not number.isdecimal() or int(number) < 1:
             raise ValueError(f"{option} {text}: write a peer and a number above 0, as vllm=1; peers are {', '.join(PEER_NAMES)}")
         if kind not in {peer.kind for peer in peers}:
             raise ValueError(f"{option} {text}: there is no --peer {kind}")

@@ -14,6 +14,9 @@ from graftwork_kernels.choice import BadPin, check_pins
 MIB = 1 << 20
 GIB = 1 << 30
 
+MOST_THREADS = 1024
+"""Beyond any machine's cores, and still few enough that the system starts them all."""
+
 ROW_ALIGNMENT = 64
 """Bytes; adapter rows begin at multiples of it, so a page must be one."""
 
@@ -131,3 +134,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}; choose a number above 0")
+        if self.num_threads is not None and self.num_threads > MOST_THREADS:
+            raise ConfigError(f"num_threads is {self.num_threads}; choose at most {MOST_THREADS}, best the number of cores")

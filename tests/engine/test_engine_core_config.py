@@ -37,6 +37,7 @@ def test_settings_are_frozen(model_dir: str) -> None:
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
         ({"num_threads": 0}, "num_threads is 0"),
+        ({"num_threads": 99_999}, "num_threads is 99999; choose at most 1024"),
         ({"kv_memory_fraction": 0.0}, "kv_memory_fraction is 0.0; choose"),
         ({"kv_memory_fraction": 1.5}, "kv_memory_fraction is 1.5; choose"),
         ({"kv_memory_bytes": 0}, "kv_memory_bytes is 0"),

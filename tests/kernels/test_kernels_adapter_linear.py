@@ -220,6 +220,16 @@ def test_records_that_point_outside_memory_are_refused(ops, memory_builder):
             adapter_linear(ops, x, weight, None, dataclasses.replace(memory, **{name: value}), batch, site)
 
 
+def test_a_row_type_that_there_is_not_is_refused(ops, memory_builder):
+    builder = memory_builder(1)
+    builder.add(0, 0, rank=4, size=(NUM_IN, NUM_OUT))
+    memory = builder.build()
+    memory.sites[0, 0, SiteField.ROW_TYPE] = 77
+    x, weight, site = torch.randn(2, NUM_IN), torch.randn(NUM_OUT, NUM_IN), (LinearSite(0, 0, NUM_OUT),)
+    with pytest.raises((ValueError, IndexError)):
+        adapter_linear(ops, x, weight, None, memory, build_adapter_batch([0, -1]), site)
+
+
 def test_a_rank_that_no_memory_could_hold_is_refused_at_once(ops, memory_builder):
     """Counted through, a chunk of ranks at a time, it would take days."""
     builder = memory_builder(1)

@@ -20,6 +20,8 @@ constexpr int64_t kLine = 64;  // bytes that memory is fetched in
 
 enum RowType : int64_t { kBf16 = 0, kFp32 = 1, kInt8 = 2, kE4m3 = 3 };
 
+inline bool is_row_type(int64_t type) { return kBf16 <= type && type <= kE4m3; }
+
 // A site record, as layout.SiteField says.
 struct SiteRecord {
     int64_t a_row, b_row, rank, row_type, scale_row, bias_row;

@@ -34,11 +34,11 @@ public:
         : sites_(sites), num_in_(num_in), step_(step), num_segments_(sites.count > 0 ? *sites.rows.num_segments : 0) {
         for (int64_t segment = 0; segment < num_segments_; ++segment)
             for (int64_t site = 0; site < sites.count; ++site) {
-                const int64_t rank = record(sites.rows.segment_adapter[segment], site).rank;
-                if (rank > sites.memory.num_rows)  // which nobody is to count through
-                    report(step, kRowOutside);
-                else if (rank > most_ranks_)
-                    most_ranks_ = rank;
+                const SiteRecord found = record(sites.rows.segment_adapter[segment], site);
+                if (found.rank > sites.memory.num_rows || (found.rank > 0 && !is_row_type(found.row_type)))
+                    report(step, kRowOutside);  // nobody is to count through so many
+                else if (found.rank > most_ranks_)
+                    most_ranks_ = found.rank;
             }
     }
 
