@@ -51,8 +51,9 @@ ALL = "all"
 """Pinned, it stands for every operator that is not pinned by its own name."""
 
 RECORDED_HANDICAP = 1.25
-"""A native operator of the forward pass is measured call by call, but runs in a recorded pass, where it costs no call from Python.
-It is taken unless another is faster by more than this factor: one operator that is not native ends the recording."""
+"""A forward pass of native operators alone is recorded and replayed, without a call from Python and a waking of threads for each of
+them, of which measuring call by call knows nothing; one operator that is not native ends the recording. So all are native unless
+the fastest of each, taken together, is faster by more than this factor."""
 
 
 class BadPin(Exception):
@@ -89,12 +90,9 @@ class Verdict:
     rows: Mapping[str, int]
     failed: frozenset[str] = frozenset()
 
-    def fastest(self, operator: str) -> str:
+    def fastest(self) -> str:
         """The implementation with the lowest cost; of equals, the first by name. OneDNN is asked for by `onednn_rows`."""
-        names = sorted(self.cost.keys() - {ONEDNN}, key=lambda name: (self.cost[name], name))
-        if CPU in self.cost and operator in FORWARD and self.cost[CPU] <= self.cost[names[0]] * RECORDED_HANDICAP:
-            return CPU
-        return names[0]
+        return min(self.cost.keys() - {ONEDNN}, key=lambda name: (self.cost[name], name))
 
     def onednn_rows(self) -> int | None:
         """The fewest rows measured from which on oneDNN is so much faster than C++ that leaving the recorded pass is worth it; None
@@ -136,8 +134,14 @@ def pinned(pins: Mapping[str, str]) -> dict[str, str]:
 
 def decide(verdicts: Mapping[str, Verdict], pins: Mapping[str, str]) -> Choice:
     """The pin where there is one, else the fastest, else the reference. Raises `BadPin` for a pin to what was dropped."""
-    decided = {operator: verdict.fastest(operator) for operator, verdict in verdicts.items()}
     pins = pinned(pins)
+    decided = {operator: verdict.fastest() for operator, verdict in verdicts.items()}
+    forward = [operator for operator in FORWARD if operator in verdicts and CPU in verdicts[operator].cost]
+    can_be_recorded = all(pins.get(operator, CPU) == CPU for operator in FORWARD)
+    if can_be_recorded and _time_of(verdicts, dict.fromkeys(forward, CPU)) <= RECORDED_HANDICAP * _time_of(
+        verdicts, {operator: decided[operator] for operator in forward}
+    ):
+        decided |= dict.fromkeys(forward, CPU)
     for operator, name in pins.items():
         reason = verdicts[operator].dropped.get(name) if operator in verdicts else None
         if reason is not None:
@@ -147,6 +151,20 @@ def decide(verdicts: Mapping[str, Verdict], pins: Mapping[str, str]) -> Choice:
     if rows == 1:
         decided["linear"], rows = ONEDNN, None
     return Choice({operator: decided.get(operator, REFERENCE) for operator in METHODS}, rows)
+
+
+def _time_of(verdicts: Mapping[str, Verdict], names: Mapping[str, str]) -> float:
+    """How long these implementations of some operators take together, relative to the reference's, on average over the shapes that
+    all of the operators have.
+    """
+    shapes = set[str].intersection(*(set(verdicts[operator].rows) for operator in names)) if names else set[str]()
+    if not shapes:
+        return 0.0
+
+    def seconds(shape: str, of: Mapping[str, str]) -> float:
+        return sum(verdicts[operator].seconds[name][shape] for operator, name in of.items())
+
+    return sum(seconds(shape, names) / seconds(shape, dict.fromkeys(names, REFERENCE)) for shape in shapes) / len(shapes)
 
 
 def table(verdicts: Mapping[str, Verdict], choice: Choice, pins: Mapping[str, str]) -> str:

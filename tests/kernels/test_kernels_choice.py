@@ -145,6 +145,27 @@ def test_a_native_operator_of_the_forward_pass_may_be_a_little_slower(run: Choos
     assert names(choice, "cpu") == (set(FORWARD) if slower < 1 else set())
 
 
+def small_and_slow(clock: Clock) -> Timed:
+    """Twice as fast at linears and attention, which take nearly all of a pass, and slower by half at a norm."""
+
+    def seconds(method: str, rows: int) -> float:
+        large = method in METHODS["linear"] or method == "paged_attention"
+        return 0.001 * rows * (0.5 if large else 1.5 if method == "add_rms_norm" else 1)
+
+    return Timed(clock, seconds)
+
+
+def test_a_small_operator_does_not_end_the_recording_of_all(run: Chooser, clock: Clock) -> None:
+    """What waking threads for a call costs must not decide over a pass that wakes them once."""
+    assert run(small_and_slow(clock)).is_native(FORWARD)
+
+
+def test_where_a_pin_ends_the_recording_the_fastest_is_taken(run: Chooser, clock: Clock) -> None:
+    choice = run(small_and_slow(clock), pins={"linear": "reference"})
+    assert choice.names["add_rms_norm"] == "reference"
+    assert choice.names["paged_attention"] == "cpu"
+
+
 def off_by(method: str, by: float) -> Callable[..., object]:
     """The reference's method with one element of its first result wrong."""
 

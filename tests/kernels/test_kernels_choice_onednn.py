@@ -56,7 +56,8 @@ def verdict(*times: float, rows: dict[str, int] = ROWS, **more: dict[str, str]) 
 
 def of_linear(found: Verdict) -> dict[str, Verdict]:
     """``found`` for the linears; everything else is C++'s."""
-    plain = Verdict({"reference": {}, "cpu": {}}, {"reference": 1.0, "cpu": 0.5}, {}, {})
+    times = {"reference": dict.fromkeys(found.rows, 2.0), "cpu": dict.fromkeys(found.rows, 1.0)}
+    plain = Verdict(times, {"reference": 1.0, "cpu": 0.5}, {}, found.rows)
     return {operator: found if operator == "linear" else plain for operator in METHODS}
 
 

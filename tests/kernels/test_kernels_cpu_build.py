@@ -1,4 +1,7 @@
-"""The C++ sources become a library once for each machine, and nothing that is torn, foreign or unfit is ever loaded."""
+"""The C++ sources become a library once for each machine, and nothing that is torn, foreign or unfit is ever loaded.
+
+This file is long because one small room of sources and one fake compiler serve all its tests.
+"""
 
 from __future__ import annotations
 
