@@ -3,8 +3,9 @@
     cold_start.py --base DIR [--loads 20] [--registered 1000] [--starts 5] [--work DIR] [--out FILE] [--json]
 
 A cold request is the first for its adapter since the server started; its packed file lies on the local disk, mostly in the system's
-page cache. A warm one follows at once, for the same adapter with another prompt. Streams of the base run all the while, and the
-longest pause that they see during the cold request is held beside the one during the warm request.
+page cache. A warm one follows at once, for the same adapter with another prompt. Once they have the server to themselves: their
+difference is what the load takes. Once streams of the base run all the while, and the longest pause that they see during the cold
+request is held beside the one during the warm request; there a load also waits for the end of a step.
 """
 
 from __future__ import annotations
@@ -124,15 +125,20 @@ async def measure_loads(
     return loads, others.usual_pause()
 
 
-def load_claims(loads: Sequence[Loaded], usual_s: float) -> list[Claim]:
-    """What a cold adapter costs the one who asks for it, and the others."""
-    later = [1e3 * (one.cold_s - one.warm_s) for one in loads]
-    pauses = [(one.cold_pause_s - one.warm_pause_s) / usual_s for one in loads]
+def load_claims(alone: Sequence[Loaded], beside: Sequence[Loaded], streams: int, usual_s: float) -> list[Claim]:
+    """What a cold adapter costs the one who asks for it, ``alone`` and ``beside`` so many streams, and the others."""
+    pauses = [(one.cold_pause_s - one.warm_pause_s) / usual_s for one in beside]
+    title, among = "first token of a cold adapter", f"beside {streams} streams"
     return [
-        Claim.of("first token of a cold adapter", "a warm one", later, "ms", 15.0, "at most", needed=LOADS),
+        Claim.of(title, "a warm one", _later_ms(alone), "ms", 15.0, "at most", needed=LOADS),
+        Claim.of(f"{title}, {among}", "a warm one", _later_ms(beside), "ms"),
         Claim.of("others' longest pause while it loads", "while it is warm", pauses, "steps", 1.0, "at most", needed=LOADS),
         Claim.of("usual pause between tokens meanwhile", "", [1e3 * usual_s], "ms"),
     ]
+
+
+def _later_ms(loads: Sequence[Loaded]) -> list[float]:
+    return [1e3 * (one.cold_s - one.warm_s) for one in loads]
 
 
 def measure(options: argparse.Namespace, results: Results) -> None:
@@ -155,11 +161,16 @@ def _loads(options: argparse.Namespace, work: Path, facts: dict[str, Any], vocab
         print(f"publishing {options.loads} adapters", file=sys.stderr)
         publish(server, folders)
         asyncio.run(measure_loads(server, names, 0, vocab, rng))  # brings their packed files to the local disk
-    print(f"loading {options.loads} adapters beside {options.streams} streams", file=sys.stderr)
+    print(f"loading {options.loads} adapters", file=sys.stderr)
     with our_server(options.base, work / "cold") as server:
-        loads, usual_s = asyncio.run(measure_loads(server, names, options.streams, vocab, rng))
-    part = Part("loads", facts, {"loads": options.loads, "streams": options.streams}, load_claims(loads, usual_s))
-    part.readings += [vars(one) for one in loads]
+        alone, _ = asyncio.run(measure_loads(server, names, 0, vocab, rng))
+    print(f"loading them beside {options.streams} streams", file=sys.stderr)
+    with our_server(options.base, work / "cold") as server:
+        beside, usual_s = asyncio.run(measure_loads(server, names, options.streams, vocab, rng))
+    claims = load_claims(alone, beside, options.streams, usual_s)
+    part = Part("loads", facts, {"loads": options.loads, "streams": options.streams}, claims)
+    for streams, loads in ((0, alone), (options.streams, beside)):
+        part.readings += [{"streams": streams, **vars(one)} for one in loads]
     return part
 
 

@@ -13,7 +13,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -140,10 +140,10 @@ async def send(client: httpx2.AsyncClient, target: Target, prompt: Prompt, outpu
             if response.status_code != 200:
                 outcome.error = f"{response.status_code} {(await response.aread())[:200]!r}"
                 return outcome
-            async for line in response.aiter_lines():
-                if not line.startswith("data:") or line.endswith("[DONE]"):
+            async for line in _lines(response):
+                if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
                     continue
-                event = json.loads(line.removeprefix("data:"))
+                event = json.loads(line.removeprefix(b"data:"))
                 if "error" in event:
                     outcome.error = str(event["error"])[:200]
                     return outcome
@@ -156,6 +156,15 @@ async def send(client: httpx2.AsyncClient, target: Target, prompt: Prompt, outpu
     if outcome.error is None and outcome.output_tokens != output:
         outcome.error = f"{outcome.output_tokens} tokens came, {output} were asked for"
     return outcome
+
+
+async def _lines(response: httpx2.Response) -> AsyncIterator[bytes]:
+    """Of an event stream, whose lines end at CR and LF alone: httpx would cut a text in two at Unicode's other line breaks."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
 
 
 async def run(target: Target, load: Load, on_done: Callable[[], None] = lambda: None) -> Felt:

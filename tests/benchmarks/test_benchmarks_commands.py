@@ -61,7 +61,7 @@ def test_serving_arguments(base: Path, arguments: list[str], hint: str, capsys: 
     [
         (kernels.parse, ["--only", "linear,other"], "attention"),
         (kernels.parse, ["--budget", "0"], "more than 0"),
-        (kernels.parse, ["--threads", "0"], "at least 1"),
+        (kernels.parse, ["--threads", "0"], "give 1 to 1024"),
         (kernels.parse, ["--base", "/nowhere"], "make base"),
         (api.parse, ["--base", "/nowhere"], "make base"),
         (api.parse, [], "no tokenizer.json"),
@@ -170,9 +170,10 @@ def test_pauses_of_others_are_those_that_overlap() -> None:
     assert others.longest_pause(1.5, 2.0) == 4.0
     assert others.longest_pause(5.2, 5.5) == 1.0
     assert others.usual_pause() == 1.0
-    claims = cold_start.load_claims([cold_start.Loaded(0.03, 0.02, 0.4, 0.2)], 0.1)
-    assert [round(claim.value, 6) for claim in claims] == [10.0, 2.0, 100.0]
-    assert [claim.holds for claim in claims] == [True, False, None]
+    loads = [cold_start.Loaded(0.03, 0.02, 0.4, 0.2)]
+    claims = cold_start.load_claims([cold_start.Loaded(0.025, 0.02, 0.0, 0.0)], loads, 4, 0.1)
+    assert [round(claim.value, 6) for claim in claims] == [5.0, 10.0, 2.0, 100.0]
+    assert [claim.holds for claim in claims] == [True, None, False, None]
 
 
 def test_adapter_memory_of_mixed_ranks_has_the_bytes_of_one_rank() -> None:

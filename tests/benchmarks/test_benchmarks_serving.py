@@ -51,12 +51,12 @@ def scripted() -> Iterator[Scripted]:
             self.send_response(script.status)
             self.end_headers()
             count = body["max_tokens"] - script.missing_tokens
-            events: list[Any] = [{"choices": [{"text": "x"}]} for _ in range(count)]
+            events: list[Any] = [{"choices": [{"text": "x\u2028\x85"}]} for _ in range(count)]
             events.append({"choices": [], "usage": {"completion_tokens": count}})
             if script.error is not None:
                 events = [{"error": {"message": script.error}}]
             for event in events:
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.write(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode())
             self.wfile.write(b"data: [DONE]\n\n")
 
         def log_message(self, *_: Any) -> None:

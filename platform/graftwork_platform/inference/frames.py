@@ -8,9 +8,7 @@ from typing import Protocol
 import msgspec
 
 from graftwork_platform.inference.output import Delta
-from graftwork_platform.inference.sse import event
-
-_encoder = msgspec.json.Encoder()
+from graftwork_platform.inference.sse import event, in_one_line
 
 
 class ChunkWriter(Protocol):
@@ -46,7 +44,7 @@ class Frames:
         around = self._around.get(delta.index)
         if around is None:
             around = self._around[delta.index] = self._find_around(delta.index)
-        return around[0] + _encoder.encode(delta.text) + around[1]
+        return around[0] + in_one_line(delta.text) + around[1]
 
     def _find_around(self, index: int) -> tuple[bytes, bytes]:
         """Two frames whose texts are one letter each differ in one byte, which stands between the text's quotes."""

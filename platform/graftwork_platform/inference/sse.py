@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
+_LINE_BREAKS = tuple((code.encode(), f"\\u{ord(code):04x}".encode()) for code in "\u0085\u2028\u2029")
 
 PATIENCE_S = 30.0
 """How long a client may read nothing of what waits for it before it is taken to have gone."""
@@ -31,9 +32,23 @@ class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
+def in_one_line(payload: msgspec.Struct | dict[str, dict[str, str | None]] | str) -> bytes:
+    """JSON without anything that a reader of lines may take for the end of one.
+
+    Event streams end lines at CR and LF alone, which JSON escapes by itself; many clients, httpx's ``iter_lines`` among them, end
+    them at Unicode's other line breaks too, and would cut a text in two. Those below U+0020 JSON escapes as well.
+    """
+    encoded = _encoder.encode(payload)
+    if encoded.isascii():
+        return encoded
+    for character, escape in _LINE_BREAKS:
+        encoded = encoded.replace(character, escape)
+    return encoded
+
+
 def event(payload: msgspec.Struct | dict[str, dict[str, str | None]]) -> bytes:
     """One frame."""
-    return b"data: " + _encoder.encode(payload) + b"\n\n"
+    return b"data: " + in_one_line(payload) + b"\n\n"
 
 
 async def until_disconnect(

@@ -13,7 +13,8 @@ from graftwork_platform.inference.sse import event
 from graftwork_platform.inference.wire import ChatWire, CompletionWire, Heading
 from graftwork_platform.text.model_text import ModelText
 
-TEXTS = ["a", "b", "", " world", 'a "quoted"\n\\ line', "日本語 🎉", "\x00\x1f\u2028", "data: [DONE]\n\n", "ab" * 500]
+LINE_BREAKS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+TEXTS = ["a", "b", "", " world", 'a "quoted"\n\\ line', "日本語 🎉", f"\x00\x1f{LINE_BREAKS}", "data: [DONE]\n\n", "ab" * 500]
 
 
 @pytest.mark.parametrize("kind", [ChatWire, CompletionWire])
@@ -32,7 +33,11 @@ def test_every_frame_is_the_dialects_own(
         Delta("", [70], finish=FinishReason.STOP, index=1),
     ]
     for delta in deltas:
-        assert frames.of(delta) == b"".join(event(chunk) for chunk in wire.chunks(delta))
+        found = frames.of(delta)
+        assert found == b"".join(event(chunk) for chunk in wire.chunks(delta))
+        lines = [line for line in found.decode().splitlines() if line]  # at every line break that Unicode knows
+        said = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        assert "".join(choice["delta"].get("content", "") if kind is ChatWire else choice["text"] for choice in said) == delta.text
     [choice] = json.loads(frames.of(Delta("x", [70], index=1)).removeprefix(b"data: "))["choices"]
     assert choice["index"] == 1
     assert ("token_ids" in choice) == (prompt_ids is not None)
