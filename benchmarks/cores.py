@@ -33,7 +33,7 @@ from load import Load, prompts
 from make_adapters import vocabulary
 from results import REPEATS, BenchmarkFailed, Claim, Part, Results, paired_ratios
 from runs import add_base, add_output, check_base, conclude
-from servers import Contender, end_session
+from servers import Contender, end_session, read_line
 from workspace import workspace
 
 ALONE = "the engine alone"
@@ -53,25 +53,31 @@ class Alone:
 
     def seconds(self, load: Load) -> float:
         """From the arrival of all prompts until the last token. Raises `BenchmarkFailed`."""
-        if self.child.stdin is None or self.child.stdout is None:
-            raise BenchmarkFailed(f"{ALONE} cannot be asked: it was started without pipes")
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps([load.requests, load.seed, load.input, load.output, load.vocab]), file=self.child.stdin, flush=True)
-        answer = self.child.stdout.readline()
+        if self.child.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                numbers = [load.requests, load.seed, load.input, load.output, load.vocab]
+                print(json.dumps(numbers), file=self.child.stdin, flush=True)
+        return float(self.answer())
+
+    def answer(self) -> str:
+        """The next line that it says. Raises `BenchmarkFailed` if it ended instead."""
+        answer = read_line(self.child.stdout)
         if not answer:
             raise BenchmarkFailed(f"{ALONE} ended with {self.child.wait()}; its errors stand above")
-        return float(answer)
+        return answer
 
 
 @contextlib.contextmanager
 def engine_alone(options: argparse.Namespace) -> Iterator[Alone]:
-    """Started, and ended with the block."""
+    """Up, and ended with the block. Nobody else may be started before: it measures its kernels on a quiet machine."""
     sizes = ["--streams", str(options.streams), "--kernel-dir", str(options.kernel_dir)]
     command = [sys.executable, __file__, "--base", str(options.base), *sizes, "--alone"]
     environment = {**os.environ, **engine_environment()}
     child = Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=environment, start_new_session=True)
     try:
-        yield Alone(child)
+        alone = Alone(child)
+        alone.answer()
+        yield alone
     finally:
         if child.stdin is not None:
             child.stdin.close()
@@ -79,10 +85,11 @@ def engine_alone(options: argparse.Namespace) -> Iterator[Alone]:
 
 
 def serve_alone(options: argparse.Namespace) -> None:
-    """The other end of `Alone`: a line with a load's numbers comes, a line with its seconds goes."""
+    """The other end of `Alone`: a line says that it is up, then loads come and their seconds go, a line each."""
     kernels = str(options.kernel_dir)
     engine = build_engine(EngineConfig(model_dir=str(options.base), max_num_seqs=options.streams, kernel_dir=kernels))
     try:
+        print("up", flush=True)
         for line in sys.stdin:
             requests, seed, prompt, output, vocab = json.loads(line)
             print(_run(engine, Load(("base",), requests, requests, seed, input=prompt, output=output, vocab=vocab)), flush=True)

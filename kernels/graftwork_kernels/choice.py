@@ -51,9 +51,8 @@ ALL = "all"
 """Pinned, it stands for every operator that is not pinned by its own name."""
 
 RECORDED_HANDICAP = 1.25
-"""A forward pass of native operators alone is recorded and replayed, without a call from Python and a waking of threads for each of
-them, of which measuring call by call knows nothing; one operator that is not native ends the recording. So all are native unless
-the fastest of each, taken together, is faster by more than this factor."""
+"""A forward pass of native operators alone is recorded and replayed: no calls from Python, and threads are woken once. One operator
+that is not native ends that for all. So all are native unless the fastest of each, taken together, is faster by more than this."""
 
 
 class BadPin(Exception):

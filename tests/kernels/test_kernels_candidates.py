@@ -13,6 +13,7 @@ from graftwork_kernels.candidates import TOLERANCE, ChosenOperators, difference,
 from graftwork_kernels.choice import FORWARD, METHODS, Choice
 from graftwork_kernels.cpu.issue import Immediate
 from graftwork_kernels.cpu.library import Library
+from graftwork_kernels.cpu.operators import CpuOperators
 from graftwork_kernels.implementation import Implementation
 from graftwork_kernels.probes import Probes, StepSizes, shapes_of
 
@@ -90,3 +91,33 @@ def test_every_operator_is_probed_on_every_kind_of_step() -> None:
         runs = start(reference)
         assert len(runs) == (3 if operator in FORWARD else 2)
         assert all(output.numel() for run in runs.values() for output in run())
+
+
+class SlowToWake(Immediate):
+    """Every call waits for its threads, as it does on many cores and on a busy machine."""
+
+    WAIT_S = 0.003
+
+    def issue(self, *arguments: object, **named: object) -> None:
+        time.sleep(self.WAIT_S)
+        super().issue(*arguments, **named)  # type: ignore[arg-type]
+
+
+def test_a_forward_pass_is_judged_by_what_it_costs_recorded(cpu_library: Library) -> None:
+    """Called one by one its small operators would lose to torch, and the recording with them."""
+    found = {"reference": reference, "cpu": CpuOperators(SlowToWake(cpu_library))}
+    verdicts = measure(SIZES, found, time.perf_counter)
+    called = {
+        (operator, shape)
+        for operator, verdict in verdicts.items()
+        for shape, seconds in verdict.seconds["cpu"].items()
+        if seconds >= SlowToWake.WAIT_S
+    }
+    others = {(operator, shape) for operator in set(METHODS) - set(FORWARD) for shape in verdicts[operator].rows}
+    assert called == others | {("linear", f"prefill {SIZES.max_rows}")}
+
+
+def test_what_cannot_be_recorded_is_measured_as_it_is_called(cpu_library: Library) -> None:
+    sizes = replace(SIZES, dtype=torch.float16)
+    verdict = measure(sizes, {"reference": reference, "cpu": CpuOperators(Immediate(cpu_library))}, time.perf_counter)["linear"]
+    assert verdict.seconds["cpu"].keys() == verdict.rows.keys()

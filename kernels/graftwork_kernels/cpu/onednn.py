@@ -44,7 +44,7 @@ class OneDnnOperators(CpuOperators):
         product = self._product(x, weight.large)
         if bias is None and out_dtype == product.dtype:
             return product
-        return linear.linear(self._issuer, x, weight, bias, out_dtype, product)
+        return linear.linear(self.issuer, x, weight, bias, out_dtype, product)
 
     def adapter_linear(
         self,
@@ -59,11 +59,11 @@ class OneDnnOperators(CpuOperators):
         product = None
         if weight.large is not None and x.shape[0] >= self._from_rows:
             product = self._product(x, weight.large)
-        return linear.adapter_linear(self._issuer, x, weight, bias, memory, batch, sites, out_dtype, product)
+        return linear.adapter_linear(self.issuer, x, weight, bias, memory, batch, sites, out_dtype, product)
 
     def _product(self, x: Tensor, weight: Weight) -> Tensor:
         """x Wᵀ in x's type."""
-        self._issuer.compute("a product of oneDNN")
+        self.issuer.compute("a product of oneDNN")
         return _multiply(x, weight.data)
 
 
