@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -27,6 +29,9 @@ from graftwork_adapters.keys import AdapterDigest, PackedKey, RowTypeName, packe
 
 ROW_ALIGNMENT = 64
 """Bytes; the kernels' own constant of the same name (a test holds the two together)."""
+
+_PART_BYTES = 1 << 20
+"""Read at a time: small beside an adapter, so that its check begins early, and large beside what a call costs."""
 
 ABSENT = -1
 
@@ -110,23 +115,32 @@ def read_packed(
 ) -> tuple[PackedIndex, npt.NDArray[np.uint8]]:
     """Read and verify the packed form ``key``; raises `BlobCorrupt` unless every byte is what its key and metadata promise.
 
-    The file is opened once and its rows are read once, into memory of their own. ``before_check`` is called with them before
-    their checksum is compared, which takes longer than reading them: it may start to copy them, and must let nobody use the copy
-    unless this function returns. Of the index everything has been verified by then.
+    The file is opened once and its rows are read once, into memory of their own, while a thread beside compares what has come with
+    the checksum, which takes several times as long. ``before_check`` is called with the rows once all are there: it may start to
+    copy them, and must let nobody use the copy unless this function returns. Of the index everything has been verified by then.
     """
-    with _opened(path, key) as file:
-        head = _read_head(file, key)
-        rows = np.empty(head.index.num_bytes, dtype=np.uint8)
-        # The length was compared before, and is again: the file may have been cut meanwhile.
-        if _read_into(file, rows) != rows.nbytes:
-            raise ValueError("it ends before its rows do")
-    if before_check is not None:
-        before_check(head.index, rows)
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(1, thread_name_prefix="adapter-check") as beside:
+        with _opened(path, key) as file:
+            head = _read_head(file, key)
+            rows = _memory(head.index.num_bytes)
+            # The length was compared before, and is again: the file may have been cut meanwhile.
+            if _read_into(file, rows, lambda part: beside.submit(digest.update, part)) != rows.nbytes:
+                raise ValueError("it ends before its rows do")
+        if before_check is not None:
+            before_check(head.index, rows)
     # At every load, of our own cache's files too: a bit that flipped on the disk, a file that was cut or written to by another
     # program would be served as a tenant's adapter and nobody could tell. It is no guard against one who may write there.
-    if hashlib.sha256(rows.data).hexdigest() != head.rows_sha256:
+    if digest.hexdigest() != head.rows_sha256:
         raise BlobCorrupt(f"packed adapter {key}: the bytes of its rows do not match their checksum")
     return head.index, rows
+
+
+def _memory(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """In ordinary pages. NumPy would ask for huge ones, which a virtual machine may take longer to clear than it takes to read an
+    adapter, and whoever waits for the adapter waits for that.
+    """
+    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8) if num_bytes else np.empty(0, dtype=np.uint8)
 
 
 class _Rows(msgspec.Struct, frozen=True):
@@ -192,10 +206,11 @@ def _read_head(file: FileIO, key: str) -> _Head:
     return _Head(index, header.metadata.sha256)
 
 
-def _read_into(file: FileIO, rows: npt.NDArray[np.uint8]) -> int:
-    """Fill ``rows`` from where the file stands; how many bytes came, fewer only where it ends. One call reads at most 2 GiB."""
+def _read_into(file: FileIO, rows: npt.NDArray[np.uint8], came: Callable[[memoryview], object]) -> int:
+    """Fill ``rows`` from where the file stands, telling ``came`` each part; how many bytes came, fewer only where it ends."""
     done = 0
-    while done < rows.nbytes and (count := file.readinto(rows[done:].data)):
+    while done < rows.nbytes and (count := file.readinto(rows[done : done + _PART_BYTES].data)):
+        came(rows[done : done + count].data)
         done += count
     return done
 

@@ -41,6 +41,21 @@ def test_the_bytes_are_those_of_the_packed_form(fetcher, memory_store, packed_of
     assert np.array_equal(adapter.rows, packed.rows)
 
 
+@pytest.mark.parametrize("place", [None, 0, (1 << 20) - 1, 1 << 20, -1])
+def test_each_part_that_is_read_is_checked(fetcher, memory_store, packed_of, tmp_path, place):
+    """An adapter of several parts, whole or with one byte changed where parts begin and end."""
+    packed = packed_of("large", num_bytes=5 << 19)
+    key = memory_store.add(packed, tmp_path)
+    if place is None:
+        assert np.array_equal(load(fetcher, key).rows, packed.rows)
+        return
+    blob = bytearray(memory_store.blobs[packed_path(key)])
+    blob[place if place < 0 else len(blob) - packed.rows.nbytes + place] ^= 1
+    memory_store.blobs[packed_path(key)] = bytes(blob)
+    with pytest.raises(BlobCorrupt, match="do not match their checksum"):
+        load(fetcher, key)
+
+
 def test_the_second_load_needs_no_store(fetcher, memory_store, packed_of, tmp_path):
     key = memory_store.add(packed_of("one"), tmp_path)
     load(fetcher, key)
