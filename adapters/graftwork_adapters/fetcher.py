@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +16,13 @@ import numpy.typing as npt
 from graftwork_adapters.disk_cache import DiskCache
 from graftwork_adapters.errors import BlobCorrupt, BlobNotFound, StoreUnavailable
 from graftwork_adapters.keys import packed_path
-from graftwork_adapters.packed import PackedIndex, read_index, read_packed
+from graftwork_adapters.packed import Expect, PackedIndex, read_index, read_packed
 from graftwork_adapters.scratch import scratch_folder, sweep_scratch
 from graftwork_adapters.store import ObjectStore
 
 _log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[0-9a-f]{64}")
-
-BeforeCheck: TypeAlias = Callable[[PackedIndex, npt.NDArray[np.uint8]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +65,16 @@ class Fetcher:
         block."""
         return self._disk.num_bytes_of(key)
 
-    def load_cached(self, key: str, before_check: BeforeCheck | None = None) -> HostAdapter | None:
+    def load_cached(self, key: str, expect: Expect | None = None) -> HostAdapter | None:
         """What `fetch` and `read` do together if the local disk has the file; None if it has none that is sound.
 
-        ``before_check`` is called with the rows as `graftwork_adapters.packed.read_packed` says; that it raises `BlobCorrupt`
+        ``expect`` is called as `graftwork_adapters.packed.read_packed` says; that it raises `BlobCorrupt`
         makes the file an unsound one.
         """
         self._disk.pin(key)
         try:
             with _unavailable_on_os_error():
-                return self._read_cached(key, before_check)
+                return self._read_cached(key, expect)
         finally:
             self._disk.unpin(key)
             self._disk.trim()
@@ -105,12 +102,12 @@ class Fetcher:
             undo.pop_all()
             return index
 
-    def read_cached(self, index: PackedIndex, before_check: BeforeCheck | None = None) -> HostAdapter | None:
+    def read_cached(self, index: PackedIndex, expect: Expect | None = None) -> HostAdapter | None:
         """What `read` does if the local disk has the file; None, and nothing given up, if it has none that is sound any more."""
         with ExitStack() as undo:
             undo.callback(self.abandon, index)
             with _unavailable_on_os_error():
-                adapter = self._read_cached(index.key, before_check)
+                adapter = self._read_cached(index.key, expect)
             if adapter is None:
                 undo.pop_all()
                 return None
@@ -162,12 +159,12 @@ class Fetcher:
             self._disk.discard(key, path)
             return None
 
-    def _read_cached(self, key: str, before_check: BeforeCheck | None = None) -> HostAdapter | None:
+    def _read_cached(self, key: str, expect: Expect | None = None) -> HostAdapter | None:
         path = self._disk.find(key)
         if path is None:
             return None
         try:
-            return HostAdapter(*read_packed(path, key, before_check))
+            return HostAdapter(*read_packed(path, key, expect))
         except BlobCorrupt:
             self._disk.discard(key, path)
             return None

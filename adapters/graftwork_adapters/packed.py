@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -84,6 +84,10 @@ class PackedIndex:
         return sum(count * size for count, size in self.row_runs)
 
 
+Expect: TypeAlias = Callable[[PackedIndex], Callable[[npt.NDArray[np.uint8]], None]]
+"""What is done with an index while its rows are read, and what then with the rows: see `read_packed`."""
+
+
 def write_packed(path: Path, index: PackedIndex, rows: npt.NDArray[np.uint8]) -> None:
     """Write ``rows`` (uint8 [index.num_bytes]) and its index to ``path``; the same index and rows give the same bytes."""
     if rows.dtype != np.uint8 or rows.shape != (index.num_bytes,):
@@ -110,25 +114,25 @@ def read_index(path: Path, key: str) -> PackedIndex:
         return _read_head(file, key).index
 
 
-def read_packed(
-    path: Path, key: str, before_check: Callable[[PackedIndex, npt.NDArray[np.uint8]], None] | None = None
-) -> tuple[PackedIndex, npt.NDArray[np.uint8]]:
+def read_packed(path: Path, key: str, expect: Expect | None = None) -> tuple[PackedIndex, npt.NDArray[np.uint8]]:
     """Read and verify the packed form ``key``; raises `BlobCorrupt` unless every byte is what its key and metadata promise.
 
     The file is opened once and its rows are read once, into memory of their own, while a thread beside compares what has come with
-    the checksum, which takes several times as long. ``before_check`` is called with the rows once all are there: it may start to
-    copy them, and must let nobody use the copy unless this function returns. Of the index everything has been verified by then.
+    the checksum, which takes several times as long. That thread first calls ``expect`` with the index, of which everything has been
+    verified by then; what it returns is called with the rows once all are there. It may start to copy them, and must let nobody use
+    the copy unless this function returns.
     """
     digest = hashlib.sha256()
     with ThreadPoolExecutor(1, thread_name_prefix="adapter-check") as beside:
         with _opened(path, key) as file:
             head = _read_head(file, key)
+            expecting = None if expect is None else beside.submit(expect, head.index)
             rows = _memory(head.index.num_bytes)
             # The length was compared before, and is again: the file may have been cut meanwhile.
             if _read_into(file, rows, lambda part: beside.submit(digest.update, part)) != rows.nbytes:
                 raise ValueError("it ends before its rows do")
-        if before_check is not None:
-            before_check(head.index, rows)
+        if expecting is not None:
+            expecting.result()(rows)
     # At every load, of our own cache's files too: a bit that flipped on the disk, a file that was cut or written to by another
     # program would be served as a tenant's adapter and nobody could tell. It is no guard against one who may write there.
     if digest.hexdigest() != head.rows_sha256:

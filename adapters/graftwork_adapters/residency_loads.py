@@ -115,12 +115,12 @@ class Loads:
     def _load(self, key: str, num_bytes: int, direct: DirectCopy) -> HostCopy | None:
         layout: PageLayout | None = None
 
-        def before_check(index: PackedIndex, rows: npt.NDArray[np.uint8]) -> None:
+        def expect(index: PackedIndex) -> Callable[[npt.NDArray[np.uint8]], None]:
             nonlocal layout
-            layout = self._plan(index)
-            direct.offer(HostCopy(HostAdapter(index, rows), layout))
+            layout = planned = self._plan(index)
+            return lambda rows: direct.offer(HostCopy(HostAdapter(index, rows), planned))
 
-        adapter = self._fetcher.load_cached(key, before_check)
+        adapter = self._fetcher.load_cached(key, expect)
         if adapter is None or layout is None or adapter.rows.nbytes > num_bytes:
             return None  # larger than when room was made for it: the store's is looked at as for the first time
         return self._offered(HostCopy(adapter, layout), direct)
@@ -145,11 +145,14 @@ class Loads:
             raise
 
     def _read_cached(self, index: PackedIndex, layout: PageLayout, direct: DirectCopy) -> HostCopy | None:
-        def before_check(found: PackedIndex, rows: npt.NDArray[np.uint8]) -> None:
-            if found == index:  # else the load fails
-                direct.offer(HostCopy(HostAdapter(index, rows), layout))
+        def expect(found: PackedIndex) -> Callable[[npt.NDArray[np.uint8]], None]:
+            def offer(rows: npt.NDArray[np.uint8]) -> None:
+                if found == index:  # else the load fails
+                    direct.offer(HostCopy(HostAdapter(index, rows), layout))
 
-        adapter = self._fetcher.read_cached(index, before_check)
+            return offer
+
+        adapter = self._fetcher.read_cached(index, expect)
         return None if adapter is None else self._offered(HostCopy(adapter, layout), direct)
 
     @staticmethod
