@@ -155,3 +155,17 @@ class MemoryBuilder:
 @pytest.fixture
 def memory_builder() -> type[MemoryBuilder]:
     return MemoryBuilder
+
+
+@pytest.fixture
+def many_ranks() -> AdapterMemory:
+    """For linears of 70 features with sites of 20 and 50 columns: ranks of one round, of exactly one, of several, of none, in every
+    type; a scale and a bias.
+    """
+    builder = MemoryBuilder(2)
+    for adapter, (rank, row_type) in enumerate(
+        [(5, RowType.BF16), (128, RowType.FP32), (129, RowType.INT8), (300, RowType.BF16), (16, RowType.E4M3)]
+    ):
+        builder.add(adapter, 1, rank=rank, size=(70, 50), row_type=row_type, has_scale=adapter == 3)
+        builder.add(adapter, 0, rank=rank % 7, size=(70, 20), row_type=row_type, has_bias=adapter == 1)
+    return builder.build(scattered=True)

@@ -10,7 +10,7 @@ from graftwork_kernels import reference
 from graftwork_kernels.adapter_batch import build_adapter_batch
 from graftwork_kernels.cpu.issue import Immediate
 from graftwork_kernels.cpu.operators import CpuOperators
-from graftwork_kernels.layout import AdapterMemory, LinearSite, RowType
+from graftwork_kernels.layout import LinearSite
 from graftwork_kernels.ops import Operators
 
 REFERENCE = Operators(reference)
@@ -64,41 +64,28 @@ def test_embedding_reads_back_what_was_packed(native, dtype, size):
         native.embedding(torch.tensor([-1]), native.prepare_weight(matrix))
 
 
-def many_ranks(memory_builder) -> AdapterMemory:
-    """Ranks of one round, of exactly one, of several, of none, in every type."""
-    builder = memory_builder(2)
-    for adapter, (rank, row_type) in enumerate(
-        [(5, RowType.BF16), (128, RowType.FP32), (129, RowType.INT8), (300, RowType.BF16), (16, RowType.E4M3)]
-    ):
-        builder.add(adapter, 1, rank=rank, size=(NUM_IN, 50), row_type=row_type, has_scale=adapter == 3)
-        builder.add(adapter, 0, rank=rank % 7, size=(NUM_IN, 20), row_type=row_type, has_bias=adapter == 1)
-    return builder.build(scattered=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_of_several_rounds_and_segments_of_many_rows(native, memory_builder, dtype):
-    memory = many_ranks(memory_builder)
+def test_ranks_of_several_rounds_and_segments_of_many_rows(native, many_ranks, dtype):
     adapters = [3] * 70 + [0, 1, 2, 3, 4, -1] * 3 + [1] * 50
     x, weight = torch.randn(len(adapters), NUM_IN).to(dtype), (torch.randn(NUM_OUT, NUM_IN) / 8).to(dtype)
     bias = torch.randn(NUM_OUT).to(dtype)
     batch = build_adapter_batch(adapters)
-    out = native.adapter_linear(x, native.prepare_weight(weight), bias, memory, batch, SITES)
-    expected = REFERENCE.adapter_linear(x, REFERENCE.prepare_weight(weight), bias, memory, batch, SITES)
+    out = native.adapter_linear(x, native.prepare_weight(weight), bias, many_ranks, batch, SITES)
+    expected = REFERENCE.adapter_linear(x, REFERENCE.prepare_weight(weight), bias, many_ranks, batch, SITES)
     scale = float(expected.abs().max())
     torch.testing.assert_close(out / scale, expected / scale, rtol=0, atol=2e-6 if dtype == torch.float32 else 4e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_a_row_has_the_same_bits_alone_and_among_any_others(cpu_library, memory_builder, dtype, num_threads):
-    memory = many_ranks(memory_builder)
+def test_a_row_has_the_same_bits_alone_and_among_any_others(cpu_library, many_ranks, dtype, num_threads):
     adapters = [0, 1, 2, 3, 4, -1] * 4 + [3] * 60 + [-1] * 5
     x, bias = torch.randn(len(adapters), NUM_IN).to(dtype), torch.randn(NUM_OUT).to(dtype)
     weight = torch.randn(NUM_OUT, NUM_IN).to(dtype)
     native = Operators(CpuOperators(Immediate(cpu_library, num_threads)))
     prepared = native.prepare_weight(weight)
     alone = [
-        native.adapter_linear(x[row : row + 1], prepared, bias, memory, build_adapter_batch([adapter]), SITES)
+        native.adapter_linear(x[row : row + 1], prepared, bias, many_ranks, build_adapter_batch([adapter]), SITES)
         for row, adapter in enumerate(adapters)
     ]
     single = Operators(CpuOperators(Immediate(cpu_library, 1)))
@@ -106,7 +93,7 @@ def test_a_row_has_the_same_bits_alone_and_among_any_others(cpu_library, memory_
         rows = list(order)
         for ops in (native, single):
             batch = build_adapter_batch([adapters[row] for row in rows])
-            together = ops.adapter_linear(x[rows], prepared, bias, memory, batch, SITES)
+            together = ops.adapter_linear(x[rows], prepared, bias, many_ranks, batch, SITES)
             assert torch.equal(together, torch.cat([alone[row] for row in rows]))
 
 

@@ -15,7 +15,7 @@ from graftwork_kernels.cpu.issue import Immediate
 from graftwork_kernels.cpu.library import Library
 from graftwork_kernels.cpu.onednn import OneDnnOperators, unavailable
 from graftwork_kernels.cpu.operators import CpuOperators
-from graftwork_kernels.layout import AdapterMemory, LinearSite, RowType, Weight, WeightLayout, empty_adapter_memory
+from graftwork_kernels.layout import LinearSite, Weight, WeightLayout, empty_adapter_memory
 from graftwork_kernels.ops import Operators
 
 REFERENCE = Operators(reference)
@@ -48,17 +48,6 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def many_ranks(memory_builder) -> AdapterMemory:
-    """Ranks of one round, of exactly one, of several, of none, in every type; a scale and a bias."""
-    builder = memory_builder(2)
-    for adapter, (rank, row_type) in enumerate(
-        [(5, RowType.BF16), (128, RowType.FP32), (129, RowType.INT8), (300, RowType.BF16), (16, RowType.E4M3)]
-    ):
-        builder.add(adapter, 1, rank=rank, size=(NUM_IN, 50), row_type=row_type, has_scale=adapter == 3)
-        builder.add(adapter, 0, rank=rank % 7, size=(NUM_IN, 20), row_type=row_type, has_bias=adapter == 1)
-    return builder.build(scattered=True)
-
-
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Within the rounding of ``dtype``, relative to the largest."""
     scale = float(expected.abs().max())
@@ -73,25 +62,24 @@ def few_inputs(dtype: torch.dtype, num_rows: int) -> tuple[Tensor, Tensor, Tenso
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adapters_are_added_to_a_given_product(library, memory_builder, multiplied, dtype, out_dtype, has_bias):
+def test_adapters_are_added_to_a_given_product(library, many_ranks, multiplied, dtype, out_dtype, has_bias):
     """Rows of no order, several blocks of them, and more ranks than one round has."""
-    memory = many_ranks(memory_builder)
     adapters = [3] * 70 + [0, 1, 2, 3, 4, -1] * 3 + [1] * 50
     x, weight, bias = few_inputs(dtype, len(adapters))
     given = bias if has_bias else None
     ops = Operators(OneDnnOperators(Immediate(library)))
     batch = build_adapter_batch(adapters)
-    out = ops.adapter_linear(x, ops.prepare_weight(weight), given, memory, batch, SITES, out_dtype=out_dtype)
-    expected = REFERENCE.adapter_linear(x, Weight.plain(weight), given, memory, batch, SITES, out_dtype=out_dtype)
+    out = ops.adapter_linear(x, ops.prepare_weight(weight), given, many_ranks, batch, SITES, out_dtype=out_dtype)
+    expected = REFERENCE.adapter_linear(x, Weight.plain(weight), given, many_ranks, batch, SITES, out_dtype=out_dtype)
     assert multiplied == [len(adapters)]
     close(out, expected, torch.bfloat16 if torch.bfloat16 in (dtype, out_dtype) else dtype)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_added_is_that_of_the_compiled_operator_to_the_bit(cpu_library, memory_builder, dtype, num_threads):
+def test_what_is_added_is_that_of_the_compiled_operator_to_the_bit(cpu_library, many_ranks, dtype, num_threads):
     """Given the sums that it would compute, it gives what it would: nothing but the product is another's."""
-    memory, issuer = many_ranks(memory_builder), Immediate(cpu_library, num_threads)
+    issuer = Immediate(cpu_library, num_threads)
     adapters = [3, 0, -1, 2, 4, 1] * 9
     x, weight, bias = few_inputs(dtype, len(adapters))
     weight, x = (weight * 8).round().to(dtype), x.round().to(dtype)  # whole numbers: sums are exact, and small enough for bf16
@@ -99,7 +87,7 @@ def test_what_is_added_is_that_of_the_compiled_operator_to_the_bit(cpu_library, 
     prepared, batch = linear.prepare_weight(issuer, weight), build_adapter_batch(adapters)
     product = x @ weight.T
     assert torch.equal(product.to(torch.float64), x.double() @ weight.double().T)
-    arguments = (issuer, x, prepared, bias, memory, batch, SITES, torch.float32)
+    arguments = (issuer, x, prepared, bias, many_ranks, batch, SITES, torch.float32)
     assert torch.equal(linear.adapter_linear(*arguments, product), linear.adapter_linear(*arguments))
     plain = (issuer, x, prepared, bias, torch.bfloat16)
     assert torch.equal(linear.linear(*plain, product), linear.linear(*plain))
