@@ -15,6 +15,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 """Read when OpenMP is loaded, for child processes too. Its own number makes a waiting thread hold a core that others want: tests on
 few cores then take several times as long."""
 
+os.environ.setdefault("TRITON_INTERPRET", "1")
+"""Read when triton is imported. Without a GPU its kernels run in the interpreter; TRITON_INTERPRET=0 for tests on a GPU."""
+
 pytest_plugins = ["compiled_kernels", "property_budget", "serving"]
 
 

@@ -97,13 +97,30 @@ class LinearSite:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterTasks:
+    """The adapter work of a step of up to T rows, cut into tiles; made and read on the device.
+
+    ``tiles`` int32 [T, 4]: adapter (-1: the base), first place in the permutation, rows, tiles of ranks (1 at least, so that an
+    adapter that brings no more than a bias is somebody's work; 0 for the base). Tiles of the base come last. ``shrinks`` int32
+    [T * tiles of the largest rank, 2]: tile, and which of its tiles of ranks, tile by tile. ``counts`` int32 [3]: shrinks, tiles
+    with an adapter, all tiles. ``arrivals`` int32 [T * sites of a linear], 0 between launches, where tasks count who has come.
+    """
+
+    tiles: Tensor
+    shrinks: Tensor
+    counts: Tensor
+    arrivals: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterBatch:
     """Which adapter each row of a step uses, and the same sorted for grouped work. Nothing is shaped by the number of adapters.
 
     ``token_adapter`` int32 [T], -1 for the base. ``permutation`` int64 [T] lists the rows that have an adapter, grouped by
     adapter in ascending order and by position within one, then the base rows. ``segment_start`` int32 [T + 1] marks where each
     group begins in it (the rest repeats the end of the last group), ``segment_adapter`` int32 [T] its adapter (-1 beyond the last).
-    ``num_segments`` int32 [1]. All live on the device of the rows.
+    ``num_segments`` int32 [1]. All live on the device of the rows. ``tasks`` is None until an implementation that wants them makes
+    them, once a step.
     """
 
     token_adapter: Tensor
@@ -111,6 +128,17 @@ class AdapterBatch:
     segment_start: Tensor
     segment_adapter: Tensor
     num_segments: Tensor
+    tasks: AdapterTasks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTasks:
+    """How many pieces of attention come before each request's, on the device: of those that decode, chunks of the context in
+    ``first_chunk``, of the others tiles of queries in ``first_tile``; int32 [R + 1] each, the total last.
+    """
+
+    first_chunk: Tensor
+    first_tile: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +147,8 @@ class AttentionBatch:
 
     ``query_start`` int32 [R + 1]: rows of request r are query_start[r] .. query_start[r + 1]. ``context_len`` int32 [R]: tokens
     in the cache for each request, this step's included. ``block_table`` int32 [R, max_blocks]. ``kv_slot`` int64 [T]: block *
-    block_size + offset where each row's key and value go, -1 to write nowhere. The two maxima size launches.
+    block_size + offset where each row's key and value go, -1 to write nowhere. The two maxima size launches. ``tasks`` is None
+    until an implementation that wants them makes them, once a step.
     """
 
     query_start: Tensor
@@ -128,6 +157,7 @@ class AttentionBatch:
     kv_slot: Tensor
     max_query_len: int
     max_context_len: int
+    tasks: AttentionTasks | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Each operator states what it computes in pseudo-NumPy, then what goes wrong. Arguments share a device; T rows are a step's tokens.
 A wrong shape or type raises ValueError naming the argument; values (an index out of range, a NaN) are the caller's word and
-are not searched for. "Float" is fp32, bf16 or fp16; arithmetic is fp32 inside and is rounded once, where a line says no other.
+are not searched for. Where a line below says that one raises, it does on the CPU; a GPU looks at none, and leads anywhere. "Float" is fp32, bf16 or fp16; arithmetic is fp32 inside and is rounded once, where a line says no other.
 
 Rows: an operator writes every row of its results. A row of padding, which has no request, adapter or slot, is one like any other
 where an operator says nothing else, so its token id and position must be valid. Where a recorded pass runs a step with fewer rows
@@ -173,8 +173,8 @@ class Operators:
         Semantics: ``cast(x @ weight.T + bias)``, in x's type if ``out_dtype`` is None. x float [T, in], weight [out, in] of its
         type, bias [out] or None.
 
-        Batch-invariant in the `cpu` implementation; not in the reference and in `onednn`, whose libraries pick their kernel by the
-        number of rows. In `onednn`, with x in bf16, the product is rounded to bf16 before the bias is added.
+        Batch-invariant in the `cpu` implementation; not in the reference, in `onednn` and in `triton`, whose libraries pick their
+        kernel by the number of rows. In `onednn`, with x in bf16, the product is rounded to bf16 before the bias is added.
         """
         _check_linear(x, weight, bias)
         return self._implementation.linear(x, weight, bias, x.dtype if out_dtype is None else out_dtype)
@@ -209,9 +209,10 @@ class Operators:
         ``sites`` do not overlap and need not cover the columns.
         An adapter that memory does not hold, and a record that points outside memory, raise ValueError or IndexError.
 
-        Batch invariance: the base product has that of `linear`, and its rounding. What the adapter adds is batch-invariant in `cpu`
-        and `onednn`; in the reference it depends, by fp32 rounding, on how many rows of the same adapter are in the step. It
-        never depends on rows of others: their weights, ranks and values never meet.
+        Batch invariance: the base product has that of `linear`, and its rounding; in `triton` it is rounded to the result's type
+        before adapter and bias are added. What the adapter adds is batch-invariant in all but the reference; there it depends, by
+        fp32 rounding, on how many rows of the same adapter are in the step. It never depends on rows of others: their weights,
+        ranks and values never meet.
         """
         _check_linear(x, weight, bias)
         check_shape("batch.token_adapter", batch.token_adapter, x.shape[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from graftwork_kernels.cpu.onednn import OneDnnOperators
 from graftwork_kernels.cpu.operators import CpuOperators
 from graftwork_kernels.layout import NUM_SITE_FIELDS, QUANTISED_ROW_HEAD, ROW_ALIGNMENT, AdapterMemory, RowType, SiteField
 from graftwork_kernels.ops import Operators
+from graftwork_kernels.triton.linear import Form
+from graftwork_kernels.triton.operators import TritonOperators
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +51,40 @@ def foreign_library(shared_kernels: Path, tmp_path_factory: pytest.TempPathFacto
     return Library(build_library(shared_kernels, sources))
 
 
-@pytest.fixture(params=["reference", "cpu", "foreign"])
+HOST = ("reference", "cpu", "foreign")
+INTERPRETED = ("triton", "fused")
+
+
+def interpreted(form: Form, num_programs: int = 3) -> TritonOperators:
+    """The Triton kernels under the interpreter; few programs, so that each takes several tasks in turn."""
+    return TritonOperators(num_programs, max_rank=512, form=form, is_exact=True, is_wide=True)
+
+
+@pytest.fixture(params=[*HOST, "triton"])
 def ops(request: pytest.FixtureRequest) -> Operators:
-    """Every implementation that a CPU can run. "onednn", which has linears alone, is for tests that ask for it."""
+    """Every implementation that a CPU can run. "onednn", which has linears alone, and "fused", which has an adapter linear of its
+    own, are for tests that ask for them.
+    """
+    return _operators(request)
+
+
+@pytest.fixture(params=HOST)
+def host_ops(request: pytest.FixtureRequest) -> Operators:
+    """Those that look at values, where a wrong one would lead them out of memory. A GPU has nobody to tell."""
+    return _operators(request)
+
+
+@pytest.fixture
+def make_interpreted() -> Callable[..., TritonOperators]:
+    """`interpreted`, for tests that vary it."""
+    return interpreted
+
+
+def _operators(request: pytest.FixtureRequest) -> Operators:
     if request.param == "reference":
         return Operators(reference)
+    if request.param in INTERPRETED:
+        return Operators(interpreted(Form.FUSED if request.param == "fused" else Form.TWO))
     issuer = Immediate(request.getfixturevalue("foreign_library" if request.param == "foreign" else "cpu_library"))
     return Operators(OneDnnOperators(issuer) if request.param == "onednn" else CpuOperators(issuer))
 
@@ -129,11 +160,14 @@ class MemoryBuilder:
         self._records[adapter, site] = record
         return dense
 
-    def build(self, *, scattered: bool = False) -> AdapterMemory:
+    def build(self, *, scattered: bool = False, rubbish: int | None = None) -> AdapterMemory:
+        """``rubbish``: every byte that is no row's; random ones if None. 0xff is NaN in all types but int8, there in the scale."""
         num_units = [-(-row.numel() // ROW_ALIGNMENT) for row in self._rows]
         gap = 2 if scattered else 0
         order = torch.randperm(len(self._rows)).tolist() if scattered else range(len(self._rows))
         pool = torch.randint(0, 256, ((sum(num_units) + gap * len(self._rows) + 1) * ROW_ALIGNMENT,), dtype=torch.uint8)
+        if rubbish is not None:
+            pool.fill_(rubbish)
         row_offset = torch.zeros(len(self._rows), dtype=torch.int64)
         position = gap * ROW_ALIGNMENT
         for row in order:

@@ -21,6 +21,12 @@ HEAD_DIM = 16
 SCALE = 0.25
 
 
+@pytest.fixture
+def ops(host_ops: Operators) -> Operators:
+    """The interpreter takes minutes for these; its kernels have tests of shorter contexts."""
+    return host_ops
+
+
 @dataclass
 class PagedRequests:
     """Requests whose whole keys and values are known, and a cache with scattered blocks that holds them up to any length."""

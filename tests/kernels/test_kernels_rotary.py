@@ -112,12 +112,12 @@ def test_a_row_keeps_every_bit_whatever_its_neighbours(ops, dtype):
 
 
 @pytest.mark.parametrize(("positions", "slots"), [([0, 8], [0, 1]), ([-1, 0], [0, 1]), ([0, 1], [20, 1]), ([0, 1], [0, 1 << 40])])
-def test_a_value_beyond_its_table_is_refused(ops, positions, slots):
+def test_a_value_beyond_its_table_is_refused(host_ops, positions, slots):
     _, cos_sin = llama_cos_sin(8, 8)
     cache = Cache.filled(1, 8)
     heads = torch.zeros(2, 1, 8)
     with pytest.raises(IndexError):
-        ops.rotary_and_write_kv(
+        host_ops.rotary_and_write_kv(
             heads, heads, heads, torch.tensor(positions), cos_sin, cache.keys, cache.values, torch.tensor(slots)
         )
 

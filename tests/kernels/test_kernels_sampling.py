@@ -17,6 +17,12 @@ from graftwork_kernels.ops import Operators
 from graftwork_kernels.reference.philox import philox4x32
 
 
+@pytest.fixture
+def ops(host_ops: Operators) -> Operators:
+    """The interpreter takes a hundredth of a second for a row; its kernels have tests of fewer rows."""
+    return host_ops
+
+
 def python_philox(counter: list[int], key: list[int]) -> list[int]:
     """Philox4x32-10 on Python's own integers."""
     c, (k0, k1) = list(counter), key

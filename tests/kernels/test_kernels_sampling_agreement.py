@@ -15,6 +15,13 @@ from graftwork_kernels.cpu.operators import CpuOperators
 from graftwork_kernels.layout import LogitBias, SamplingBatch
 from graftwork_kernels.ops import Operators
 
+
+@pytest.fixture
+def ops(host_ops: Operators) -> Operators:
+    """The interpreter takes a hundredth of a second for a row; its kernels have tests of fewer rows."""
+    return host_ops
+
+
 NUM_ROWS = 64
 INF = float("inf")
 ROW_TYPES = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int32, torch.int32)

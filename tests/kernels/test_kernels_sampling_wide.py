@@ -16,6 +16,13 @@ from graftwork_kernels.cpu.library import Library
 from graftwork_kernels.layout import SamplingBatch
 from graftwork_kernels.ops import Operators
 
+
+@pytest.fixture
+def ops(host_ops: Operators) -> Operators:
+    """The interpreter takes a hundredth of a second for a row; its kernels have tests of fewer rows."""
+    return host_ops
+
+
 STEP = 1e-5
 """How near to a step of the running sum a draw may fall on either side."""
 

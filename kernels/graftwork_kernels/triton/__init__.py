@@ -1,0 +1,1 @@
+"""The operators as Triton kernels, for GPUs; the interpreter runs them anywhere."""

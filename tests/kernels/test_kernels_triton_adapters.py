@@ -1,0 +1,218 @@
+"""The adapter linear of the Triton kernels, interpreted, against a dense W + BA for each row; all that is no adapter's row is NaN.
+
+Each case draws one value of every factor below; a set of cases in which every pair of values meets is run, and with
+`--hypothesis-profile=full` ten times as many, drawn at random.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from itertools import combinations, product
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from graftwork_kernels.adapter_batch import build_adapter_batch
+from graftwork_kernels.layout import AdapterMemory, LinearSite, RowType, Weight
+from graftwork_kernels.triton import linear
+from graftwork_kernels.triton.linear import K_CHUNK, Form
+
+SIZES = (20, 50)
+SITES = (LinearSite(0, 0, SIZES[0]), LinearSite(1, SIZES[0], SIZES[1]))
+NUM_OUT = sum(SIZES)
+
+FACTORS: Mapping[str, tuple[object, ...]] = {
+    "num_rows": (0, 1, 2, 3, 7, 33, 133),
+    "popularity": ("identical", "distinct", "uniform", "zipf"),
+    "rank": (1, 2, 7, 16, 17, 65, 256),
+    "row_type": tuple(RowType),
+    "form": tuple(Form),
+    "base_share": (0.0, 0.3),
+    "num_in": (70, K_CHUNK + 70),
+    "has_bias": (False, True),
+    "own_vectors": ("none", "scale", "bias"),
+}
+MOST_ADAPTERS = 12
+"""Of the distinct ones too: the rest of 133 rows come again."""
+
+Case = Mapping[str, object]
+
+
+def covering_cases() -> list[Case]:
+    """A small set of cases in which every value of a factor meets every value of every other."""
+    names = list(FACTORS)
+    missing = {
+        ((first, one), (second, other))
+        for first, second in combinations(names, 2)
+        for one, other in product(FACTORS[first], FACTORS[second])
+    }
+    draw = random.Random(0)
+    cases = []
+    while missing:
+        candidates = [{name: draw.choice(values) for name, values in FACTORS.items()} for _ in range(60)]
+        best = max(candidates, key=lambda case: len(missing.intersection(pairs(case))))
+        missing -= pairs(best)
+        cases.append(best)
+    return cases
+
+
+def pairs(case: Case) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    return set(combinations(case.items(), 2))
+
+
+def random_cases(number: int) -> list[Case]:
+    draw = random.Random()
+    return [{name: draw.choice(values) for name, values in FACTORS.items()} for _ in range(number)]
+
+
+def is_full() -> bool:
+    return settings().max_examples > settings.get_profile("quick").max_examples
+
+
+def token_adapters(case: Case) -> list[int]:
+    num_rows, draw = int(str(case["num_rows"])), random.Random(1)
+    number = max(1, min(num_rows, MOST_ADAPTERS))
+    weights = {
+        "identical": [1.0] + [0.0] * (number - 1),
+        "distinct": [],
+        "uniform": [1.0] * number,
+        "zipf": [1.0 / (place + 1) for place in range(number)],
+    }[str(case["popularity"])]
+    adapters = [row % number for row in range(num_rows)] if not weights else draw.choices(range(number), weights, k=num_rows)
+    return [-1 if draw.random() < float(str(case["base_share"])) else adapter for adapter in adapters]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is handed out full of NaN, so that what is read before it was written is seen."""
+    empty = torch.empty
+
+    def poisoned(*shape, **options) -> Tensor:
+        tensor = empty(*shape, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor.fill_(-1)
+
+    monkeypatch.setattr(linear.torch, "empty", poisoned)
+
+
+def poisoned_rows(x: Tensor) -> Tensor:
+    """``x`` as a part of memory that is NaN beside, above and below it."""
+    whole = torch.full((x.shape[0] + 2, x.shape[1] + 9), torch.nan)
+    whole[1:-1, :-9] = x
+    return whole[1:-1, :-9]
+
+
+def cases() -> Iterator[Case]:
+    chosen = covering_cases()
+    return iter(chosen + random_cases(9 * len(chosen)) if is_full() else chosen)
+
+
+def dense(x, weight, bias, sites, adapters) -> Tensor:
+    out = x.double() @ weight.double().T
+    shift = torch.zeros(len(adapters), NUM_OUT, dtype=torch.float64)
+    if bias is not None:
+        shift += bias.double()
+    for (row, adapter), site in product(enumerate(adapters), SITES):
+        part, columns = sites.get((adapter, site.index)), slice(site.start, site.start + site.size)
+        if part is not None:
+            out[row, columns] += x[row].double() @ part.a.double().T @ part.b.double()
+            if part.scale is not None:
+                out[row, columns] *= part.scale.double()
+            if part.bias is not None:
+                shift[row, columns] = part.bias.double()
+    return out + shift
+
+
+def test_every_pair_of_what_a_step_may_be(memory_builder, make_interpreted):
+    for case in cases():
+        rank, num_in, row_type = int(str(case["rank"])), int(str(case["num_in"])), case["row_type"]
+        adapters = token_adapters(case)
+        builder = memory_builder(2)
+        for adapter in range(max(adapters, default=-1) + 2):  # one more than is used
+            # True ranks differ: the second site's is a third of the first's, and of some adapters it is none. One is large.
+            rank = int(str(case["rank"])) if adapter == 0 else 1 + (rank + 7 * adapter) % 24
+            vectors = {"has_scale": case["own_vectors"] == "scale", "has_bias": case["own_vectors"] == "bias"}
+            builder.add(adapter, 0, rank=rank, size=(num_in, SIZES[0]), row_type=row_type, **vectors)
+            builder.add(adapter, 1, rank=rank // 3 * (adapter % 4 > 0), size=(num_in, SIZES[1]), row_type=row_type)
+        memory = builder.build(scattered=True, rubbish=0xFF)
+        x = poisoned_rows(torch.randn(len(adapters), num_in))
+        weight, bias = torch.randn(NUM_OUT, num_in), torch.randn(NUM_OUT) if case["has_bias"] else None
+        out = make_interpreted(case["form"]).adapter_linear(
+            x, Weight.plain(weight), bias, memory, build_adapter_batch(adapters), SITES, torch.float32
+        )
+        expected = dense(x, weight, bias, builder.dense, adapters)
+        tolerance = 2e-5 * float(expected.abs().max()) if adapters else 0.0
+        torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=tolerance, msg=lambda text, case=case: f"{case}: {text}")
+
+
+@pytest.mark.parametrize("form", list(Form))
+def test_a_row_keeps_every_bit_whatever_its_neighbours(make_interpreted, many_ranks, form):
+    """Whatever they hold, whose they are, and however many programs share the work. Rows change no places: the interpreter
+    multiplies by a BLAS, to which a row's place in a tile matters.
+    """
+    x, bias = torch.randn(40, 70), torch.randn(70)
+    nothing = Weight.plain(torch.zeros(70, 70))  # the base's product is BLAS's: what is left is the adapters' share
+    adapters = [number * 5 % 6 - 1 for number in range(40)]
+    batch = build_adapter_batch(adapters)
+    together = make_interpreted(form).adapter_linear(x, nothing, bias, many_ranks, batch, SITES, torch.float32)
+    for num_programs in (1, 200):
+        again = make_interpreted(form, num_programs).adapter_linear(x, nothing, bias, many_ranks, batch, SITES, torch.float32)
+        assert torch.equal(again, together)
+    for adapter in range(5):
+        mine = torch.tensor(adapters) == adapter
+        others = torch.where(mine[:, None], x, torch.full_like(x, torch.nan))
+        again = make_interpreted(form).adapter_linear(others, nothing, bias, many_ranks, batch, SITES, torch.float32)
+        assert torch.equal(again[mine], together[mine])
+        alone = build_adapter_batch([adapter if is_mine else -1 for is_mine in mine.tolist()])
+        again = make_interpreted(form).adapter_linear(others, nothing, bias, many_ranks, alone, SITES, torch.float32)
+        assert torch.equal(again[mine], together[mine])
+
+
+def test_both_forms_give_the_same_bits(make_interpreted, many_ranks):
+    x, weight = torch.randn(40, 70), Weight.plain(torch.randn(70, 70))
+    batch = build_adapter_batch([number * 5 % 6 - 1 for number in range(40)])
+    two, fused = (
+        make_interpreted(form).adapter_linear(x, weight, None, many_ranks, batch, SITES, torch.float32)
+        for form in (Form.TWO, Form.FUSED)
+    )
+    assert torch.equal(two, fused)
+
+
+def test_arrivals_are_back_at_zero(make_interpreted, many_ranks):
+    """So that the next launch, in the same captured graph, counts from there."""
+    ops = make_interpreted(Form.FUSED)
+    batch, x, weight = build_adapter_batch([0, 1, 1, 3, -1, 4]), torch.randn(6, 70), Weight.plain(torch.randn(70, 70))
+    launcher = linear.AdapterLauncher(3, 512, Form.FUSED, is_exact=True, is_wide=True)
+    tasks = launcher.plan(many_ranks, batch)
+    planned = type(batch)(
+        batch.token_adapter, batch.permutation, batch.segment_start, batch.segment_adapter, batch.num_segments, tasks
+    )
+    first = ops.adapter_linear(x, weight, None, many_ranks, planned, SITES, torch.float32)
+    assert not tasks.arrivals.any()
+    assert torch.equal(ops.adapter_linear(x, weight, None, many_ranks, planned, SITES, torch.float32), first)
+
+
+def test_rows_that_another_adapter_took_over(make_interpreted, memory_builder):
+    """An evicted adapter's rows hold another's now: what the next step reads is the new one's, through records that point there."""
+    builder = memory_builder(1)
+    builder.add(0, 0, rank=9, size=(70, NUM_OUT))
+    builder.add(1, 0, rank=5, size=(70, NUM_OUT))
+    memory = builder.build(scattered=True, rubbish=0xFF)
+    site, x, weight = (LinearSite(0, 0, NUM_OUT),), torch.randn(3, 70), Weight.plain(torch.zeros(NUM_OUT, 70))
+    ops, batch = make_interpreted(Form.TWO), build_adapter_batch([0, 1, 0])
+    ops.adapter_linear(x, weight, None, memory, batch, site, torch.float32)
+    moved = memory_builder(1)
+    moved.add(0, 0, rank=3, size=(70, NUM_OUT))
+    moved.add(1, 0, rank=12, size=(70, NUM_OUT))
+    after = moved.build(scattered=True, rubbish=0xFF)
+    size = min(memory.pool.numel(), after.pool.numel())
+    pool = torch.full((max(memory.pool.numel(), after.pool.numel()),), 0xFF, dtype=torch.uint8)
+    pool[: memory.pool.numel()] = memory.pool
+    pool[: after.pool.numel()] = after.pool
+    assert size
+    out = ops.adapter_linear(x, weight, None, AdapterMemory(pool, after.row_offset, after.sites), batch, site, torch.float32)
+    for row, adapter in enumerate([0, 1, 0]):
+        part = moved.dense[adapter, 0]
+        torch.testing.assert_close(out[row], x[row] @ part.a.T @ part.b, rtol=1e-4, atol=1e-4)
