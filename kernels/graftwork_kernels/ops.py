@@ -2,7 +2,8 @@
 
 Each operator states what it computes in pseudo-NumPy, then what goes wrong. Arguments share a device; T rows are a step's tokens.
 A wrong shape or type raises ValueError naming the argument; values (an index out of range, a NaN) are the caller's word and
-are not searched for. Where a line below says that one raises, it does on the CPU; a GPU looks at none, and leads anywhere. "Float" is fp32, bf16 or fp16; arithmetic is fp32 inside and is rounded once, where a line says no other.
+are not searched for. Where a line below says that one raises, it does on the CPU; on a GPU nobody looks. "Float" is fp32, bf16 or
+fp16; arithmetic is fp32 inside and is rounded once, where a line says no other.
 
 Rows: an operator writes every row of its results. A row of padding, which has no request, adapter or slot, is one like any other
 where an operator says nothing else, so its token id and position must be valid. Where a recorded pass runs a step with fewer rows
