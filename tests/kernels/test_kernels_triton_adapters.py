@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
@@ -184,35 +185,26 @@ def test_arrivals_are_back_at_zero(make_interpreted, many_ranks):
     """So that the next launch, in the same captured graph, counts from there."""
     ops = make_interpreted(Form.FUSED)
     batch, x, weight = build_adapter_batch([0, 1, 1, 3, -1, 4]), torch.randn(6, 70), Weight.plain(torch.randn(70, 70))
-    launcher = linear.AdapterLauncher(3, 512, Form.FUSED, is_exact=True, is_wide=True)
-    tasks = launcher.plan(many_ranks, batch)
-    planned = type(batch)(
-        batch.token_adapter, batch.permutation, batch.segment_start, batch.segment_adapter, batch.num_segments, tasks
-    )
+    tasks = linear.AdapterLauncher(3, 512, Form.FUSED, is_exact=True, is_wide=True).plan(many_ranks, batch)
+    planned = replace(batch, tasks=tasks)
     first = ops.adapter_linear(x, weight, None, many_ranks, planned, SITES, torch.float32)
     assert not tasks.arrivals.any()
     assert torch.equal(ops.adapter_linear(x, weight, None, many_ranks, planned, SITES, torch.float32), first)
 
 
 def test_rows_that_another_adapter_took_over(make_interpreted, memory_builder):
-    """An evicted adapter's rows hold another's now: what the next step reads is the new one's, through records that point there."""
-    builder = memory_builder(1)
-    builder.add(0, 0, rank=9, size=(70, NUM_OUT))
-    builder.add(1, 0, rank=5, size=(70, NUM_OUT))
-    memory = builder.build(scattered=True, rubbish=0xFF)
-    site, x, weight = (LinearSite(0, 0, NUM_OUT),), torch.randn(3, 70), Weight.plain(torch.zeros(NUM_OUT, 70))
+    """An evicted adapter's rows hold another's now: the next step reads the new one's, through records that point there."""
+    before, after = memory_builder(1), memory_builder(1)
+    for builder, ranks in ((before, (9, 5)), (after, (3, 12))):
+        for adapter, rank in enumerate(ranks):
+            builder.add(adapter, 0, rank=rank, size=(70, NUM_OUT))
+    old, new = (builder.build(scattered=True, rubbish=0xFF) for builder in (before, after))
+    x, nothing, site = torch.randn(3, 70), Weight.plain(torch.zeros(NUM_OUT, 70)), (LinearSite(0, 0, NUM_OUT),)
     ops, batch = make_interpreted(Form.TWO), build_adapter_batch([0, 1, 0])
-    ops.adapter_linear(x, weight, None, memory, batch, site, torch.float32)
-    moved = memory_builder(1)
-    moved.add(0, 0, rank=3, size=(70, NUM_OUT))
-    moved.add(1, 0, rank=12, size=(70, NUM_OUT))
-    after = moved.build(scattered=True, rubbish=0xFF)
-    size = min(memory.pool.numel(), after.pool.numel())
-    pool = torch.full((max(memory.pool.numel(), after.pool.numel()),), 0xFF, dtype=torch.uint8)
-    pool[: memory.pool.numel()] = memory.pool
-    pool[: after.pool.numel()] = after.pool
-    assert size
-    out = ops.adapter_linear(x, weight, None, AdapterMemory(pool, after.row_offset, after.sites), batch, site, torch.float32)
-    for row, adapter in enumerate([0, 1, 0]):
-        part = moved.dense[adapter, 0]
-        torch.testing.assert_close(out[row], x[row] @ part.a.T @ part.b, rtol=1e-4, atol=1e-4)
+    pool = torch.full((max(old.pool.numel(), new.pool.numel()),), 0xFF, dtype=torch.uint8)
+    for memory, dense in ((old, before.dense), (new, after.dense)):
+        pool[: memory.pool.numel()] = memory.pool
+        out = ops.adapter_linear(x, nothing, None, AdapterMemory(pool, memory.row_offset, memory.sites), batch, site, torch.float32)
+        for row, adapter in enumerate([0, 1, 0]):
+            part = dense[adapter, 0]
+            torch.testing.assert_close(out[row], x[row] @ part.a.T @ part.b, rtol=1e-4, atol=1e-4)
