@@ -318,7 +318,7 @@ def test_an_interrupt_does_not_wait_for_files_that_have_not_begun(
     for number in range(6):
         (sources / f"more{number}.cpp").write_text("")
     once = f"mkdir {sources / 'begun'} 2>/dev/null && kill -INT {os.getpid()}"
-    compiler.does(f'case " $* " in *" -c "*) {once}; sleep 0.5;; esac; exec {compiler.real} "$@"')
+    compiler.does(f'case " $* " in *" -c "*) {once}; sleep 2;; esac; exec {compiler.real} "$@"')
     with pytest.raises(KeyboardInterrupt):
         build_library(cache, sources)
     assert len(compiler.calls("-c")) <= 2
