@@ -68,6 +68,13 @@ class Weight:
         """Element type."""
         return self.data.dtype
 
+    @property
+    def matrix(self) -> Tensor:
+        """[out, in] of a plain weight; raises ValueError for one that another implementation laid out."""
+        if self.layout is not WeightLayout.PLAIN:
+            raise ValueError(f"weight: expected a plain matrix, got {self.layout.value}, which another implementation prepared")
+        return self.data
+
     @classmethod
     def plain(cls, matrix: Tensor) -> Weight:
         """``matrix`` [out, in] as it is."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graftwork_kernels.layout import AdapterBatch, AdapterMemory, LinearSite, RowType, SiteField, Weight, WeightLayout
+from graftwork_kernels.layout import AdapterBatch, AdapterMemory, LinearSite, RowType, SiteField, Weight
 from graftwork_kernels.row_codec import RowRun, read_runs
 
 _UPCAST_ROWS = 512
@@ -33,12 +33,12 @@ def prepare_weight(weight: Tensor) -> Weight:
 
 def embedding(token_ids: Tensor, weight: Weight) -> Tensor:
     """See `graftwork_kernels.ops.Operators.embedding`."""
-    return functional.embedding(token_ids, _matrix(weight))
+    return functional.embedding(token_ids, weight.matrix)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See `graftwork_kernels.ops.Operators.linear`."""
-    product = _product(x.to(torch.float32), _matrix(weight))
+    product = _product(x.to(torch.float32), weight.matrix)
     if bias is not None:
         product += bias
     return product.to(out_dtype)
@@ -55,7 +55,7 @@ def adapter_linear(
 ) -> Tensor:
     """See `graftwork_kernels.ops.Operators.adapter_linear`."""
     wide = x.to(torch.float32)
-    product = _product(wide, _matrix(weight))
+    product = _product(wide, weight.matrix)
     segments = _segments(memory, batch, sites)
     if segments:
         rows = batch.permutation[: segments[-1].end]
@@ -68,12 +68,6 @@ def adapter_linear(
     if segments:
         product.index_copy_(0, rows, grouped)
     return product.to(out_dtype)
-
-
-def _matrix(weight: Weight) -> Tensor:
-    if weight.layout is not WeightLayout.PLAIN:
-        raise ValueError(f"weight: expected a plain matrix, got {weight.layout.value}, which another implementation prepared")
-    return weight.data
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

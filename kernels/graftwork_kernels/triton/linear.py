@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graftwork_kernels import reference
-from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AdapterTasks, LinearSite, Weight, WeightLayout
+from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AdapterTasks, LinearSite, Weight
 from graftwork_kernels.triton.adapter_linear import expand, fused, shrink
 from graftwork_kernels.triton.adapter_tasks import NUM_ADAPTER_TILES, NUM_TILES, TILE_RANKS, TILE_ROWS, plan_tasks
 
@@ -157,19 +157,13 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
     """See `graftwork_kernels.ops.Operators.linear`."""
     if not x.is_cuda:
         return reference.linear(x, weight, bias, out_dtype)
-    matrix = _matrix(weight)
+    matrix = weight.matrix
     if out_dtype == x.dtype:
         return functional.linear(x, matrix, None if bias is None else bias.to(x.dtype))
     product = torch.mm(x, matrix.t(), out_dtype=torch.float32)
     if bias is not None:
         product += bias
     return product.to(out_dtype)
-
-
-def _matrix(weight: Weight) -> Tensor:
-    if weight.layout is not WeightLayout.PLAIN:
-        raise ValueError(f"weight: expected a plain matrix, got {weight.layout.value}, which another implementation prepared")
-    return weight.data
 
 
 def _at_most(limit: int, size: int) -> int:

@@ -28,6 +28,8 @@ PROGRAMS_PER_PROCESSOR = 8
 class TritonOperators:
     """An `graftwork_kernels.implementation.Implementation` for adapters of up to ``max_rank``.
 
+    Whoever loads adapters must refuse larger ones: a kernel has nobody to tell, and would write outside of its memory.
+
     ``num_programs`` of a persistent kernel run at once. ``is_wide``: everything is multiplied in fp32, as the interpreter must,
     whose products of bf16 are wrong. ``is_exact``: see `graftwork_kernels.triton.linear.AdapterLauncher`.
     """
@@ -89,7 +91,7 @@ class TritonOperators:
         return Weight.plain(weight)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
-        return functional.embedding(token_ids, weight.data)
+        return functional.embedding(token_ids, weight.matrix)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         return linear.linear(x, weight, bias, out_dtype)
