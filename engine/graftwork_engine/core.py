@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from graftwork_engine.messages import OutItem
 from graftwork_engine.request import Request, RequestId
-from graftwork_engine.sched.plan import AdapterGate, Runner
+from graftwork_engine.sched.plan import AdapterGate, Runner, StepPlan
 from graftwork_engine.sched.scheduler import Scheduler
 
 
@@ -47,14 +47,18 @@ class EngineCore:
     def step(self) -> list[OutItem]:
         """Schedule → execute → update; what the step made of each request."""
         self._gate.poll()
+        plan = self._schedule()
+        results = self._runner.execute(plan) if plan.scheduled else []
+        return self._scheduler.update(plan, results)
+
+    def _schedule(self) -> StepPlan:
         plan = self._scheduler.schedule()
         if plan.newly_running:
             self.on_running(plan.newly_running)
-        results = self._runner.execute(plan) if plan.scheduled else []
         self.last_num_tokens = plan.num_tokens
         self._num_steps += bool(plan.scheduled)
         self._num_step_tokens += self.last_num_tokens
-        return self._scheduler.update(plan, results)
+        return plan
 
     def take_in_loads(self) -> None:
         """Take in what background loads have finished, as `step` does, for an engine that has nothing to step."""

@@ -60,6 +60,8 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     num_resumed_tokens: int = 0
     num_computed_tokens: int = 0
+    num_ahead: int = 0  # tokens of steps that were launched and whose results are not known yet
+    num_drawing: int = 0  # output tokens that such steps draw
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when first scheduled
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
@@ -84,6 +86,14 @@ class Request:
     def needs_prompt_logprobs(self) -> bool:
         """True until the client has them: they are sent with the first output token at the latest."""
         return self.sampling.prompt_logprobs is not None and not self.output_ids
+
+    @property
+    def needs_history(self) -> bool:
+        """Its next token cannot be drawn before the newest one is known: something is reckoned from the output so far."""
+        sampling = self.sampling
+        if sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty:
+            return True
+        return bool(sampling.min_tokens and sampling.stop_token_ids)
 
     def token_counts(self) -> TokenCounts | None:
         """The tokens that penalties are about, with their counts up to the newest token; None if the request has no penalty."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
+from graftwork_engine.ahead import AheadCore
 from graftwork_engine.core import EngineCore
 from graftwork_engine.kv.manager import KVCacheManager
 from graftwork_engine.messages import OutItem, Sampling, TokenLogprob
-from graftwork_engine.request import AdapterKey, Request, RequestId
+from graftwork_engine.request import AdapterKey, Request, RequestId, RequestStatus
 from graftwork_engine.sched.plan import BASE, AdapterFailure, RequestResult, ScheduledRequest, StepPlan
 from graftwork_engine.sched.scheduler import Scheduler, SchedulerLimits
 
@@ -76,15 +78,20 @@ class ScriptedRunner:
             raise RuntimeError("the step failed midway")
         return [self._result(s) for s in plan.scheduled]
 
+    def launch(self, plan: StepPlan) -> Callable[[], list[RequestResult | int]]:
+        """As a device does it: at some time after the next plan was made, and in order, since each is waited for in order."""
+        return partial(self.execute, plan)
+
     def _slot(self, s: ScheduledRequest, position: int) -> int:
         return s.block_ids[position // self._block_size] * self._block_size + position % self._block_size
 
     def _check(self, s: ScheduledRequest) -> None:
         request, end = s.request, s.start + s.num_tokens
         assert s.num_tokens > 0
-        assert s.start == request.num_computed_tokens
         assert len(s.block_ids) * self._block_size >= end
-        assert s.samples == (end == request.num_tokens and request.num_output_tokens < request.sampling.max_tokens)
+        if request.status is RequestStatus.RUNNING and request.block_ids is s.block_ids:  # it has not gone since it was launched
+            assert s.start == request.num_computed_tokens
+            assert s.samples == (end == request.num_tokens and request.num_output_tokens < request.sampling.max_tokens)
         if request.adapter_key is None:
             assert s.adapter_index == BASE
         else:
@@ -202,6 +209,7 @@ class Bench:
         chunk: int | None = None,
         caching: bool = True,
         gate: ScriptedGate | None = None,
+        is_ahead: bool = False,
     ) -> None:
         self.now = 100.0
         self.gate = gate or ScriptedGate()
@@ -209,7 +217,7 @@ class Bench:
         self.limits = SchedulerLimits(budget, num_seqs, max_model_len, VOCAB_SIZE, chunk)
         self.scheduler = Scheduler(self.limits, self.kv, self.gate, lambda: self.now)
         self.runner = ScriptedRunner(self.gate, block_size)
-        self.core = EngineCore(self.scheduler, self.runner, self.gate)
+        self.core = (AheadCore if is_ahead else EngineCore)(self.scheduler, self.runner, self.gate)
         self.requests: dict[str, Request] = {}
         self.items: dict[str, list[OutItem]] = {}
 

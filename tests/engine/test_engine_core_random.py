@@ -21,6 +21,8 @@ NEVER = "never"
 class CoreMachine(RuleBasedStateMachine):
     """The scripted runner compares every block it reads with the reader's own history, so a wrong prefix hit cannot pass."""
 
+    is_ahead = False
+
     @initialize(
         num_blocks=st.integers(4, 12),
         block_size=st.integers(1, 3),
@@ -51,6 +53,7 @@ class CoreMachine(RuleBasedStateMachine):
             chunk=chunk,
             caching=caching,
             gate=gate,
+            is_ahead=self.is_ahead,
         )
         self.capacity = num_blocks * block_size
         self.aborted: set[str] = set()
@@ -121,6 +124,7 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.bench.step()
 
+    @precondition(lambda self: not self.is_ahead)
     @rule()
     def fail_a_step(self) -> None:
         self.bench.runner.fail_next = True
@@ -186,5 +190,13 @@ class CoreMachine(RuleBasedStateMachine):
         assert all(item.cached_tokens == 0 for item in items[1:])
 
 
+class AheadMachine(CoreMachine):
+    """The same of a core that plans a step before it knows what the last one drew. There a step that fails ends the engine."""
+
+    is_ahead = True
+
+
 TestCoreMachine = CoreMachine.TestCase
 TestCoreMachine.settings = budget(80, steps=30)
+TestAheadMachine = AheadMachine.TestCase
+TestAheadMachine.settings = budget(80, steps=30)

@@ -552,7 +552,7 @@ def test_integrity_names_what_is_off() -> None:
     bench.scheduler._running.clear()
     assert bench.core.check_integrity() == [
         f"block {block} has 1 references and 0 holders",
-        "adapter p has 2 device references and 1 requests that hold it there",
+        "adapter p has 2 device references and 1 requests or steps that hold it there",
         "0 requests are listed as running and 1 are",
     ]
 

@@ -5,11 +5,14 @@ WAITING      host           hold           let_go
 RUNNING      device         to_device      let_go
 PREEMPTED    host           to_host        let_go
 FINISHED     none
+
+A step that was launched reads its adapters until its results are there, whatever becomes of its requests meanwhile: a reference on
+the device that is given back in that time is kept until then.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from graftwork_engine.request import Request, RequestStatus
@@ -23,6 +26,19 @@ class AdapterRefs:
         self._gate = gate
         self._host: Counter[str] = Counter()
         self._device: Counter[str] = Counter()
+        self._leaving: deque[tuple[int, str]] = deque()  # given back, with the last step that may read the adapter
+        self._num_launched = 0
+        self._num_retired = 0
+
+    def launch(self) -> None:
+        """A step begins whose results are taken in later."""
+        self._num_launched += 1
+
+    def retire(self) -> None:
+        """The oldest of those steps is through; nothing happens where there is none."""
+        self._num_retired = min(self._num_retired + 1, self._num_launched)
+        while self._leaving and self._leaving[0][0] <= self._num_retired:
+            self._release_now(self._leaving.popleft()[1])
 
     def hold(self, request: Request) -> None:
         """A request arrives: its adapter starts on its way to the host and stays there."""
@@ -70,10 +86,11 @@ class AdapterRefs:
         for request in requests:
             if request.adapter_key is not None:
                 (device if request.status is RequestStatus.RUNNING else host)[request.adapter_key] += 1
+        device.update(key for _, key in self._leaving)
         found = []
         for name, booked, due in (("host", self._host, host), ("device", self._device, device)):
             found += [
-                f"adapter {key} has {booked[key]} {name} references and {due[key]} requests that hold it there"
+                f"adapter {key} has {booked[key]} {name} references and {due[key]} requests or steps that hold it there"
                 for key in sorted(booked.keys() | due.keys())
                 if booked[key] != due[key]
             ]
@@ -87,9 +104,16 @@ class AdapterRefs:
 
     def _release(self, request: Request) -> None:
         key = request.adapter_key
-        if key is not None:
-            self._gate.release(key)
-            self._device[key] -= 1
-            if not self._device[key]:
-                del self._device[key]
         request.adapter_index = BASE
+        if key is None:
+            return
+        if self._num_retired == self._num_launched:
+            self._release_now(key)
+        else:
+            self._leaving.append((self._num_launched, key))
+
+    def _release_now(self, key: str) -> None:
+        self._gate.release(key)
+        self._device[key] -= 1
+        if not self._device[key]:
+            del self._device[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,7 +22,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     ``block_ids`` covers every token up to the end of that range; it is the request's own list, which only grows while the request
     runs, and is another one when it runs again. ``adapter_index`` is the adapter's place in device memory, for the tokens at or
     after ``request.adapter_start``; it stays the same as long as the list does. ``samples`` is true when the range ends at the
-    request's newest token, whose logits then give the next one.
+    request's newest token, whose logits then give the next one. ``follows``: the range is one token, which the step before this
+    one draws, so that nobody but the runner knows it yet.
     """
 
     request: Request
@@ -31,6 +32,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     block_ids: list[int]
     adapter_index: int
     samples: bool
+    follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +65,24 @@ class RequestResult(msgspec.Struct, frozen=True, gc=False):
     failure: EngineError | None = None
 
 
+Results = Sequence[RequestResult | int]
+"""One result for each scheduled request, in the plan's order. A number stands for the `RequestResult` of a request that samples of
+which there is only the token to tell: most of all."""
+
+
 class Runner(Protocol):
     """Executes plans. The engine's model runner is one; tests use scripted ones."""
 
-    def execute(self, plan: StepPlan) -> Sequence[RequestResult | int]:
-        """Run the plan's tokens through the model; one result for each scheduled request, in order.
+    def execute(self, plan: StepPlan) -> Results:
+        """Run the plan's tokens through the model."""
+        ...
 
-        A number stands for the `RequestResult` of a request that samples of which there is only the token to tell: most of all.
-        """
+
+class AheadRunner(Runner, Protocol):
+    """Executes also plans that are made before the results of the plan before them are known."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], Results]:
+        """Start on the plan's tokens, behind those of the plans before; what comes back waits until they are through."""
         ...
 
 

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from graftwork_engine.errors import ErrorCode, RequestRejected
 from graftwork_engine.kv.manager import KVCacheManager
-from graftwork_engine.messages import EngineError, OutItem, TokenLogprob
+from graftwork_engine.messages import EngineError, OutItem
 from graftwork_engine.request import FinishReason, Request, RequestId, RequestStatus
 from graftwork_engine.sched.adapter_refs import AdapterRefs
 from graftwork_engine.sched.admission import check_request
+from graftwork_engine.sched.ending import due_prompt_logprobs, finish_reason, keep_prompt_logprobs
 from graftwork_engine.sched.fair_queue import FairQueue
-from graftwork_engine.sched.plan import AdapterGate, RequestResult, ScheduledRequest, StepPlan
+from graftwork_engine.sched.plan import AdapterGate, RequestResult, Results, ScheduledRequest, StepPlan
 
 COST_OF_PROMPT_TOKEN = 1
 COST_OF_OUTPUT_TOKEN = 2
@@ -91,7 +92,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestRejected(ErrorCode.BAD_REQUEST, f"a request with the id {request.request_id} is running")
         check_request(request, self._limits.vocab_size, self._limits.max_model_len, self.max_request_tokens)
-        reason = _finish_reason(request)
+        reason = finish_reason(request)
         if reason is not None:
             request.move_to(RequestStatus.FINISHED)
             self._ended.append(OutItem(request.request_id, request.num_output_tokens, finish=reason.value))
@@ -120,15 +121,39 @@ class Scheduler:
         newly_running = self._start_waiting(scheduled, budget)
         return StepPlan(scheduled, newly_running)
 
-    def update(self, plan: StepPlan, results: Sequence[RequestResult | int]) -> list[OutItem]:
-        """Book what the plan's execution made; the items to send, those of requests that ended since the last call first."""
+    def launch(self, plan: StepPlan) -> None:
+        """The plan begins to run, and the next one may be made before its results are there: as if they were, as far as that goes.
+
+        Each launched plan's `update` must follow, in order, one plan late at the most.
+        """
+        self._adapters.launch()
+        for scheduled in plan.scheduled:
+            scheduled.request.num_ahead += scheduled.num_tokens
+            scheduled.request.num_drawing += scheduled.samples
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether some request's next step cannot be planned before the results of the launched one are there."""
+        return any(request.num_drawing and request.needs_history for request in self._running)
+
+    def take_ended(self) -> list[OutItem]:
+        """The last items of requests that ended outside a step since they were last asked for."""
         items, self._ended = self._ended, []
+        return items
+
+    def update(self, plan: StepPlan, results: Results) -> list[OutItem]:
+        """Book what the plan's execution made; the items to send, those of requests that ended since the last call first."""
+        self._adapters.retire()
+        items = self.take_ended()
         block_size = self._kv.block_size
         drawn_for: list[str] = []  # the flow of each token
         for scheduled, result in zip(plan.scheduled, results, strict=True):
             request, num_tokens = scheduled.request, scheduled.num_tokens
-            if request.status is not RUNNING:
-                continue  # aborted while the step ran
+            if request.status is not RUNNING or request.block_ids is not scheduled.block_ids:
+                continue  # aborted or preempted while the step ran
+            if request.num_ahead:
+                request.num_ahead -= num_tokens
+                request.num_drawing -= scheduled.samples
             if not isinstance(result, int) and result.failure is not None:
                 items.append(self._fail_in_step(request, result.failure))
                 continue
@@ -147,7 +172,7 @@ class Scheduler:
                     continue
                 result = RequestResult(result)
             if request.sampling.prompt_logprobs is not None:
-                self._keep_prompt_logprobs(request, result)
+                keep_prompt_logprobs(request, result)
             if scheduled.samples:
                 items.append(self._take_token(request, result))
             elif end == request.num_tokens:
@@ -186,10 +211,15 @@ class Scheduler:
         budget, position, running, block_size = self._limits.max_num_batched_tokens, 0, self._running, self._kv.block_size
         while position < len(running) and budget > 0:
             request = running[position]
-            start, num_output, block_ids = request.num_computed_tokens, len(request.output_ids), request.block_ids
-            if start + 1 == len(request.prompt_ids) + num_output:  # as in most steps of most requests
-                samples = num_output < request.sampling.max_tokens
-                dealt, end = ScheduledRequest(request, start, 1, block_ids, request.adapter_index, samples), start + 1
+            num_drawing, block_ids = request.num_drawing, request.block_ids
+            start, num_output = request.num_computed_tokens + request.num_ahead, len(request.output_ids) + num_drawing
+            num_left, samples = len(request.prompt_ids) + num_output - start, num_output < request.sampling.max_tokens
+            if not num_left or (num_drawing and not samples):  # its last step is launched already
+                position += 1
+                continue
+            if num_left == 1:  # as in most steps of most requests
+                dealt = ScheduledRequest(request, start, 1, block_ids, request.adapter_index, samples, bool(num_drawing))
+                end = start + 1
             else:
                 dealt = self._deal(request, budget)
                 end = start + dealt.num_tokens
@@ -247,7 +277,7 @@ class Scheduler:
 
     def _deal(self, request: Request, budget: int) -> ScheduledRequest:
         """The tokens that the request computes next, as many of them as ``budget`` allows."""
-        start, num_output = request.num_computed_tokens, len(request.output_ids)
+        start, num_output = request.num_computed_tokens + request.num_ahead, len(request.output_ids)
         num_left = len(request.prompt_ids) + num_output - start
         num_tokens = min(num_left, budget, self._limits.prefill_chunk_size or budget)
         samples = num_tokens == num_left and num_output < request.sampling.max_tokens
@@ -270,7 +300,7 @@ class Scheduler:
         self._running.remove(request)
         self._kv.free(request)
         self._adapters.to_host(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_ahead = request.num_drawing = 0
         request.prompt_logprobs = []
         request.move_to(RequestStatus.PREEMPTED)
         self._waiting.push(request)
@@ -294,21 +324,14 @@ class Scheduler:
 
     # Ending
 
-    def _keep_prompt_logprobs(self, request: Request, result: RequestResult) -> None:
-        """Collect them from the steps that compute the prompt."""
-        if request.needs_prompt_logprobs:
-            if not request.prompt_logprobs:
-                request.prompt_logprobs.append(None)  # nothing comes before the first token
-            request.prompt_logprobs.extend(result.prompt_logprobs or ())
-
     def _take_token(self, request: Request, result: RequestResult) -> OutItem:
         """Take in the token that was drawn, and end the request if that was the last."""
         if result.token_id is None:
             raise AssertionError(f"the step drew no token for request {request.request_id}")
         index = len(request.output_ids)
-        prompt_logprobs = None if request.sampling.prompt_logprobs is None else self._due_prompt_logprobs(request)
+        prompt_logprobs = None if request.sampling.prompt_logprobs is None else due_prompt_logprobs(request)
         request.output_ids.append(result.token_id)
-        reason = _finish_reason(request)
+        reason = finish_reason(request)
         if reason is not None:
             self._end(request)
         return OutItem(
@@ -327,21 +350,12 @@ class Scheduler:
         item = OutItem(
             request.request_id,
             request.num_output_tokens,
-            prompt_logprobs=self._due_prompt_logprobs(request),
+            prompt_logprobs=due_prompt_logprobs(request),
             finish=FinishReason.LENGTH.value,
             cached_tokens=request.num_cached_tokens,
         )
         self._end(request)
         return item
-
-    def _due_prompt_logprobs(self, request: Request) -> list[TokenLogprob | None] | None:
-        """All of them, once, with the first item."""
-        if not request.needs_prompt_logprobs:
-            return None
-        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
-        if len(prompt_logprobs) != len(request.prompt_ids):
-            raise AssertionError(f"{len(prompt_logprobs)} logprobs for a prompt of {len(request.prompt_ids)} tokens")
-        return prompt_logprobs
 
     def _fail_expired(self) -> None:
         now = self._clock()
@@ -377,13 +391,3 @@ class Scheduler:
         request.move_to(RequestStatus.FINISHED)
         del self._requests[request.request_id]
         self._needed_room_since.pop(request.request_id, None)
-
-
-def _finish_reason(request: Request) -> FinishReason | None:
-    """Why the request's newest token is its last one, if it is. The model's context cannot be passed: `add` saw to that."""
-    output_ids, sampling = request.output_ids, request.sampling
-    if output_ids and output_ids[-1] in sampling.stop_token_ids:
-        return FinishReason.STOP
-    if len(output_ids) >= sampling.max_tokens and not request.needs_prompt_logprobs:
-        return FinishReason.LENGTH
-    return None
