@@ -152,7 +152,7 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     blocks = KVCacheManager(kv.num_blocks, kv.block_size, spec.base_id, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(limits, blocks, gate, clock)
     capacity = StepCapacity(config.max_num_batched_tokens, config.max_num_seqs, -(-scheduler.max_request_tokens // kv.block_size))
-    runner = ModelRunner(model, kv, memory, ops, capacity, kernels.recorder(), kernels.choice.onednn_rows)
+    runner = ModelRunner(model, kv, memory, ops, capacity, make_forward=kernels.make_forward())
     return EngineAssembly(
         core=EngineCore(scheduler, runner, gate),
         base_id=spec.base_id,

@@ -6,7 +6,8 @@
              arrays of rows      positions, slots, adapters and token ids of this step, by a few operations over whole columns
                  │
                  ▼
-             StepBatch           torch's views of their beginnings; the same objects while they have the same length
+             StepBatch           torch's views of their beginnings, where the operators run; the same objects while they have the
+                                 same length
 
 No loop goes over tokens; those over requests only pick attributes.
 """
@@ -25,9 +26,11 @@ from graftwork_engine.model.layers import ForwardBatch
 from graftwork_engine.request_table import Entries, RequestTable
 from graftwork_engine.row_controls import RowControls
 from graftwork_engine.sched.plan import BASE, ScheduledRequest, StepPlan
+from graftwork_engine.step_io import HostIo, StepIo
 from graftwork_kernels.adapter_batch import AdapterGroups
 from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AttentionBatch, LogitBias, Penalties, SamplingBatch
 from graftwork_kernels.ops import Operators
+from graftwork_kernels.step_arrays import StepArrays
 
 Integers = npt.NDArray[np.int64]
 
@@ -45,14 +48,18 @@ class StepCapacity:
 class StepBatch:
     """One step of T rows and R requests, S of which draw a token. Its tensors hold until the next one is built.
 
-    ``token_ids`` int64 [T]. ``sample_rows`` int64 [S] are the rows whose logits give a token, ``sampling`` says how, in the same
-    order; ``logit_bias`` and ``penalties`` are None in a step where no request has any, ``num_top_logprobs`` maps those of the S
-    whose logprobs are wanted to the number of alternatives. The logits of ``prompt_rows`` int64 [P] score the prompt tokens
-    ``prompt_targets`` int64 [P], each the one that follows; ``num_scored`` maps the requests they belong to, by place in the plan,
-    to how many of them are theirs.
+    The first ``num_rows`` of the T are the plan's; those behind them, if the batch was to be longer, are of as many requests that
+    have no tokens, and write nowhere. ``token_ids`` int64 [T]; one below 0 stands for ``drawn[-1 - id]``, where ``drawn`` int64 has
+    the tokens that the step before this one drew (None: every id is known). ``sample_rows`` int64 [S] are the rows whose logits
+    give a token, ``sampling`` says how, in the same order; ``logit_bias`` and ``penalties`` are None in a step where no request has
+    any, ``num_top_logprobs`` maps those of the S whose logprobs are wanted to the number of alternatives. The logits of
+    ``prompt_rows`` int64 [P] score the prompt tokens ``prompt_targets`` int64 [P], each the one that follows; ``num_scored`` maps
+    the requests they belong to, by place in the plan, to how many of them are theirs.
     """
 
+    num_rows: int
     token_ids: Tensor
+    drawn: Tensor | None
     forward: ForwardBatch
     sample_rows: Tensor
     sampling: SamplingBatch
@@ -65,37 +72,50 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Makes one `StepBatch` after the other of plans no larger than ``capacity``, on the CPU.
+    """Makes one `StepBatch` after the other of plans no larger than ``capacity``; ``io`` has the arrays that its tensors are.
 
     ``whole`` is the batch over all of the memory: whoever records a forward pass over it replays every step, given the step's
-    numbers of rows and requests. Beyond those lies what earlier steps left.
+    numbers of rows and requests. Beyond those lies what earlier steps left. ``drawn`` int64 [requests], where given, has the tokens
+    that the last step drew, in the order of its ``sample_rows``, by the time that the next one's operators run.
     """
 
-    def __init__(self, ops: Operators, memory: AdapterMemory, block_size: int, capacity: StepCapacity) -> None:
+    def __init__(
+        self,
+        ops: Operators,
+        memory: AdapterMemory,
+        block_size: int,
+        capacity: StepCapacity,
+        io: StepIo | None = None,
+        drawn: Tensor | None = None,
+    ) -> None:
         num_rows, num_requests = capacity.num_rows, capacity.num_requests
         self._ops, self._memory, self._block_size, self._capacity = ops, memory, block_size, capacity
-        self._table = RequestTable(num_requests, capacity.num_blocks, block_size)
-        self._groups = AdapterGroups(num_rows)
-        self._token_ids, self._positions, self._kv_slot = np.zeros((3, num_rows), dtype=np.int64)
-        self._query_start = np.zeros(num_requests + 1, dtype=np.int32)
-        self._context_len = np.zeros(num_requests, dtype=np.int32)
-        self._sample_rows = np.zeros(num_requests, dtype=np.int64)
+        self._io = io = io or HostIo()
+        self._drawn = drawn
+        self._groups = AdapterGroups(num_rows, io)
+        self._token_ids, self._positions, self._kv_slot = (io.array(num_rows, np.int64) for _ in range(3))
+        self._query_start = io.array(num_requests + 1, np.int32)
+        self._context_len = io.array(num_requests, np.int32)
+        self._sample_rows = io.array(num_requests, np.int64)
+        self._sampling = SamplingArrays(num_requests, io)
+        # Last, since it is longest by far and its end is needed by full steps alone.
+        block_table = io.array(num_requests * capacity.num_blocks, np.int32).reshape(num_requests, capacity.num_blocks)
+        self._table = RequestTable(block_table, block_size)
         self._numbers = np.arange(max(num_rows, num_requests) + 1)
-        self._sampling = SamplingArrays(num_requests)
-        self._no_rows = torch.zeros(0, dtype=torch.int64)
+        self._no_rows = io.upload(torch.zeros(0, dtype=torch.int64))
         self._samples: list[bool] = []  # of the last step's requests: which drew a token
         self._drawing = np.zeros(0, dtype=np.int64)  # their places
         self._controls: RowControls | None = None  # what they want, if any request of the step wants something
         self._scorers: list[int] = []  # places of those that want their prompt's logprobs
-        self.whole_token_ids = torch.from_numpy(self._token_ids)
+        self.whole_token_ids = io.tensor(self._token_ids)
         self.whole = ForwardBatch(
             ops=ops,
-            positions=torch.from_numpy(self._positions),
+            positions=io.tensor(self._positions),
             attention=AttentionBatch(
-                query_start=torch.from_numpy(self._query_start),
-                context_len=torch.from_numpy(self._context_len),
-                block_table=torch.from_numpy(self._table.block_table),
-                kv_slot=torch.from_numpy(self._kv_slot),
+                query_start=io.tensor(self._query_start),
+                context_len=io.tensor(self._context_len),
+                block_table=io.tensor(self._table.block_table),
+                kv_slot=io.tensor(self._kv_slot),
                 max_query_len=num_rows,
                 max_context_len=capacity.num_blocks * block_size,
             ),
@@ -104,11 +124,15 @@ class BatchBuilder:
         )
         self._rows, self._requests, self._draws = self._view_rows(0), self._view_requests(0), self._view_draws(0)
 
-    def build(self, plan: StepPlan) -> StepBatch:
-        """The tensors of ``plan``, which must not be empty; raises ValueError if it is larger than the capacity."""
+    def build(self, plan: StepPlan, length: int | None = None) -> StepBatch:
+        """The tensors of ``plan``, which must not be empty; raises ValueError if it is larger than the capacity.
+
+        ``length``: of the batch, at least as many rows as the plan has. Only a plan of one row for each request can be made longer.
+        """
         scheduled = plan.scheduled
         num_requests = len(scheduled)
         num_rows = plan.num_tokens
+        length = length or num_rows
         # Most steps have one row for each request.
         if num_rows == num_requests:
             counts = np.ones(num_requests, dtype=np.int64)
@@ -117,21 +141,34 @@ class BatchBuilder:
         starts = np.fromiter([s.start for s in scheduled], np.int64, num_requests)
         ends = starts + counts
         longest = int(ends.max())
-        self._check(num_rows, num_requests, longest)
+        self._check(max(num_rows, length), num_requests + length - num_rows, longest)
         moved = self._table.seat(scheduled)
         self._table.cover(ends)
         self._context_len[:num_requests] = ends
-        self._write_rows(scheduled, counts, starts, num_rows)
+        self._write_rows(scheduled, counts, starts, num_rows, length)
         self._write_sampling(scheduled, ends, moved)
-        self._view(num_rows, num_requests, len(self._drawing))
-        return self._batch(scheduled, int(counts.max()), longest)
+        num_requests += length - num_rows
+        self._view(length, num_requests, len(self._drawing))
+        self._io.send(self._table.block_table[:num_requests])
+        return self._batch(scheduled, num_rows, int(counts.max()), longest)
+
+    def idle(self, length: int) -> StepBatch:
+        """A batch of so many rows of requests that have no tokens, before there was any step."""
+        self._idle_rows(0, 0, length)
+        self._groups.group(np.full(length, BASE, dtype=np.int32))
+        self._view(length, length, 0)
+        self._table.block_table[:length] = 0
+        self._io.send(self._table.block_table[:length])
+        return self._batch([], 0, 1, 1)
 
     def _check(self, num_rows: int, num_requests: int, longest: int) -> None:
         capacity = self._capacity
         if num_rows > capacity.num_rows or num_requests > capacity.num_requests or longest > capacity.num_blocks * self._block_size:
             raise ValueError(f"a step of {num_rows} rows, {num_requests} requests, contexts up to {longest} exceeds {capacity}")
 
-    def _write_rows(self, scheduled: Sequence[ScheduledRequest], counts: Integers, starts: Integers, num_rows: int) -> None:
+    def _write_rows(
+        self, scheduled: Sequence[ScheduledRequest], counts: Integers, starts: Integers, num_rows: int, length: int
+    ) -> None:
         """What each row of the step is: its token, where it stands in its request, where its keys go, whose adapter it has."""
         num_requests = len(scheduled)
         query_start, columns = self._query_start[: num_requests + 1], self._table.columns[:num_requests]
@@ -148,7 +185,23 @@ class BatchBuilder:
         self._positions[:num_rows] = positions
         self._kv_slot[:num_rows] = self._table.block_table[place, block] * np.int64(self._block_size) + offset
         self._token_ids[:num_rows] = np.fromiter(_token_ids(scheduled), np.int64, num_rows)
-        self._groups.group(np.where(positions >= adapter_start, adapter, np.int32(BASE)))
+        if self._drawn is not None:
+            follows = query_start[:-1][[s.follows for s in scheduled]]
+            self._token_ids[follows] = -1 - columns["draw"][place[follows]]
+        token_adapter = np.where(positions >= adapter_start, adapter, np.int32(BASE))
+        if length > num_rows:
+            self._idle_rows(num_rows, num_requests, length)
+            token_adapter = np.append(token_adapter, np.full(length - num_rows, BASE, dtype=np.int32))
+        self._groups.group(token_adapter)
+
+    def _idle_rows(self, num_rows: int, num_requests: int, length: int) -> None:
+        """Rows behind those of the plan, up to ``length``, each as if of a request that has none."""
+        rows, requests = slice(num_rows, length), slice(num_requests, num_requests + length - num_rows)
+        self._token_ids[rows] = 0
+        self._positions[rows] = 0
+        self._kv_slot[rows] = -1
+        self._query_start[num_requests : requests.stop + 1] = num_rows
+        self._context_len[requests] = 0
 
     def _write_sampling(self, scheduled: Sequence[ScheduledRequest], ends: Integers, moved: bool) -> None:
         """From which row each token is drawn, and how."""
@@ -158,6 +211,9 @@ class BatchBuilder:
             entries = self._table.take(self._drawing)
             self._sampling.write(entries)
             self._controls, self._scorers = None, []
+            if self._drawn is not None:
+                self._table.columns["draw"][: len(scheduled)] = -1
+                self._table.columns["draw"][self._drawing] = self._numbers[: len(self._drawing)]
             if not self._table.is_plain:
                 self._controls = RowControls([scheduled[place].request for place in self._drawing.tolist()], entries)
                 self._scorers = np.flatnonzero(self._table.columns["wants_prompt_logprobs"][: len(scheduled)]).tolist()
@@ -174,44 +230,43 @@ class BatchBuilder:
         if num_drawn != self._draws.number:
             self._draws = self._view_draws(num_drawn)
 
-    def _batch(self, scheduled: Sequence[ScheduledRequest], max_query_len: int, max_context_len: int) -> StepBatch:
+    def _batch(self, scheduled: Sequence[ScheduledRequest], num_rows: int, max_query_len: int, max_context_len: int) -> StepBatch:
         rows, requests, draws = self._rows, self._requests, self._draws
         attention = AttentionBatch(
             requests.query_start, requests.context_len, requests.block_table, rows.kv_slot, max_query_len, max_context_len
         )
         forward = ForwardBatch(self._ops, rows.positions, attention, rows.adapters, self._memory)
-        drawn = (rows.token_ids, forward, draws.sample_rows, draws.sampling)
-        if self._controls is None:
-            return StepBatch(*drawn, None, None, {}, self._no_rows, self._no_rows, {})
+        common = (num_rows, rows.token_ids, self._drawn, forward, draws.sample_rows, draws.sampling)
+        if self._controls is None or not scheduled:
+            return StepBatch(*common, None, None, {}, self._no_rows, self._no_rows, {})
         num_scored = {place: count for place in self._scorers if (count := _num_scored(scheduled[place]))}
+        scored = [self._no_rows, self._no_rows]
+        if num_scored:
+            scored = [self._io.upload(numbers) for numbers in _scored_rows(scheduled, num_scored, self._query_start)]
+        upload, controls = self._io.upload, self._controls
         return StepBatch(
-            *drawn,
-            self._controls.logit_bias(),
-            self._controls.penalties(),
-            self._controls.num_top_logprobs,
-            *(_scored_rows(scheduled, num_scored, self._query_start) if num_scored else (self._no_rows, self._no_rows)),
-            num_scored,
+            *common, controls.logit_bias(upload), controls.penalties(upload), controls.num_top_logprobs, *scored, num_scored
         )
 
     def _view_rows(self, num_rows: int) -> _RowViews:
         return _RowViews(
             num_rows,
-            torch.from_numpy(self._token_ids[:num_rows]),
-            torch.from_numpy(self._positions[:num_rows]),
-            torch.from_numpy(self._kv_slot[:num_rows]),
+            self._io.tensor(self._token_ids[:num_rows]),
+            self._io.tensor(self._positions[:num_rows]),
+            self._io.tensor(self._kv_slot[:num_rows]),
             self._groups.first(num_rows),
         )
 
     def _view_requests(self, num_requests: int) -> _RequestViews:
         return _RequestViews(
             num_requests,
-            torch.from_numpy(self._query_start[: num_requests + 1]),
-            torch.from_numpy(self._context_len[:num_requests]),
-            torch.from_numpy(self._table.block_table[:num_requests]),
+            self._io.tensor(self._query_start[: num_requests + 1]),
+            self._io.tensor(self._context_len[:num_requests]),
+            self._io.tensor(self._table.block_table[:num_requests]),
         )
 
     def _view_draws(self, num_drawn: int) -> _DrawViews:
-        return _DrawViews(num_drawn, torch.from_numpy(self._sample_rows[:num_drawn]), self._sampling.first(num_drawn))
+        return _DrawViews(num_drawn, self._io.tensor(self._sample_rows[:num_drawn]), self._sampling.first(num_drawn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +302,11 @@ class _DrawViews:
 class SamplingArrays:
     """A `SamplingBatch` of up to ``num_rows`` rows, in memory that stays where it is."""
 
-    def __init__(self, num_rows: int) -> None:
-        self._temperature, self._top_p, self._min_p = np.zeros((3, num_rows), dtype=np.float32)
-        self._top_k, self._choice, self.position = np.zeros((3, num_rows), dtype=np.int32)
-        self._seed = np.zeros(num_rows, dtype=np.uint64)
+    def __init__(self, num_rows: int, arrays: StepArrays) -> None:
+        self._arrays = arrays
+        self._temperature, self._top_p, self._min_p = (arrays.array(num_rows, np.float32) for _ in range(3))
+        self._top_k, self._choice, self.position = (arrays.array(num_rows, np.int32) for _ in range(3))
+        self._seed = arrays.array(num_rows, np.uint64)
 
     def write(self, requests: Entries) -> None:
         """All but the position, of entries of a `RequestTable`."""
@@ -264,14 +320,15 @@ class SamplingArrays:
 
     def first(self, num_rows: int) -> SamplingBatch:
         """The first rows as tensors."""
+        tensor = self._arrays.tensor
         return SamplingBatch(
-            temperature=torch.from_numpy(self._temperature[:num_rows]),
-            top_k=torch.from_numpy(self._top_k[:num_rows]),
-            top_p=torch.from_numpy(self._top_p[:num_rows]),
-            min_p=torch.from_numpy(self._min_p[:num_rows]),
-            seed=torch.from_numpy(self._seed[:num_rows].view(np.int64)),
-            choice=torch.from_numpy(self._choice[:num_rows]),
-            position=torch.from_numpy(self.position[:num_rows]),
+            temperature=tensor(self._temperature[:num_rows]),
+            top_k=tensor(self._top_k[:num_rows]),
+            top_p=tensor(self._top_p[:num_rows]),
+            min_p=tensor(self._min_p[:num_rows]),
+            seed=tensor(self._seed[:num_rows].view(np.int64)),
+            choice=tensor(self._choice[:num_rows]),
+            position=tensor(self.position[:num_rows]),
         )
 
 

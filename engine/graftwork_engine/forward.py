@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +15,21 @@ from graftwork_engine.model.llama import Llama
 from graftwork_kernels.cpu.capture import Recorder
 from graftwork_kernels.ops import Operators
 
-Forward = Callable[[StepBatch], Tensor]
-"""A step's hidden states [T, H], normed for the head, which hold until the next step; keys and values go into the cache."""
+
+class Forward(Protocol):
+    """A step's way through the model."""
+
+    def length(self, num_rows: int, num_requests: int) -> int:
+        """How many rows the batch of such a step is to have."""
+        ...
+
+    def __call__(self, batch: StepBatch) -> Tensor:
+        """Hidden states [T, H], normed for the head, which hold until the next step; keys and values go into the cache."""
+        ...
+
+
+MakeForward = Callable[[Llama, KvCache, BatchBuilder], Forward]
+"""Makes the way through a model whose steps a builder builds."""
 
 
 class EagerForward:
@@ -24,9 +38,19 @@ class EagerForward:
     def __init__(self, model: Llama, kv: KvCache) -> None:
         self._model, self._kv = model, kv
 
+    def length(self, num_rows: int, num_requests: int) -> int:  # noqa: ARG002 - the protocol's
+        """Its own."""
+        return num_rows
+
     def __call__(self, batch: StepBatch) -> Tensor:
         """See `Forward`."""
-        return self._model.hidden_states(batch.token_ids, batch.forward, self._kv)
+        token_ids = batch.token_ids if batch.drawn is None else _known(batch.token_ids, batch.drawn)
+        return self._model.hidden_states(token_ids, batch.forward, self._kv)
+
+
+def _known(token_ids: Tensor, drawn: Tensor) -> Tensor:
+    """The ids that stand for tokens of the step before, exchanged for those."""
+    return torch.where(token_ids < 0, drawn[(-1 - token_ids).clamp_(min=0)], token_ids)
 
 
 class SplitForward:
@@ -34,6 +58,10 @@ class SplitForward:
 
     def __init__(self, small: Forward, large: Forward, from_rows: int) -> None:
         self._small, self._large, self._from_rows = small, large, from_rows
+
+    def length(self, num_rows: int, num_requests: int) -> int:  # noqa: ARG002 - the protocol's
+        """Its own."""
+        return num_rows
 
     def __call__(self, batch: StepBatch) -> Tensor:
         """See `Forward`."""
@@ -52,8 +80,22 @@ class RecordedForward:
         self._program = recorder.finish(hidden)
         (self._hidden,) = self._program.outputs
 
+    def length(self, num_rows: int, num_requests: int) -> int:  # noqa: ARG002 - the protocol's
+        """Its own."""
+        return num_rows
+
     def __call__(self, batch: StepBatch) -> Tensor:
         """See `Forward`; ``batch`` is the builder's latest."""
         num_rows = len(batch.token_ids)
         self._program.run(num_rows, len(batch.forward.attention.context_len))
         return self._hidden[:num_rows]
+
+
+def replaying(recorder: Recorder, ops: Operators, called_from: int | None = None) -> MakeForward:
+    """Replays what ``ops`` record into ``recorder``; steps of ``called_from`` rows and more are called (None: no step is)."""
+
+    def make(model: Llama, kv: KvCache, builder: BatchBuilder) -> Forward:
+        replayed = RecordedForward(model, kv, builder, recorder, ops)
+        return replayed if called_from is None else SplitForward(replayed, EagerForward(model, kv), called_from)
+
+    return make

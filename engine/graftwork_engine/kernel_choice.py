@@ -11,6 +11,7 @@ import torch
 
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.errors import ConfigError
+from graftwork_engine.forward import MakeForward, replaying
 from graftwork_engine.model.config import ModelConfig
 from graftwork_kernels.candidates import choose, implementation, implementations
 from graftwork_kernels.choice import CPU, METHODS, ONEDNN, REFERENCE, BadPin, Choice, pinned
@@ -44,6 +45,11 @@ class Kernels:
             return None
         recorder = Recorder(self.library)
         return recorder, Operators(implementation(replace(self.choice, onednn_rows=None), recorder))
+
+    def make_forward(self) -> MakeForward | None:
+        """The pass that replays what the recorder has; None where there is none."""
+        recorded = self.recorder()
+        return None if recorded is None else replaying(*recorded, self.choice.onednn_rows)
 
     @property
     def packs_twice(self) -> bool:

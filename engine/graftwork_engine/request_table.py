@@ -25,6 +25,7 @@ COLUMNS = np.dtype(
         ("num_prompt", np.int64),
         ("num_blocks", np.int64),  # written to the block table so far
         ("adapter_start", np.int64),
+        ("draw", np.int64),  # which of the tokens that the last step drew is its own; written by the steps
         ("seed", np.uint64),
         ("adapter", np.int32),
         ("temperature", np.float32),
@@ -43,7 +44,7 @@ COLUMNS = np.dtype(
     ],
     align=True,
 )
-"""What does not change while a request runs, but ``num_blocks``."""
+"""What does not change while a request runs, but ``num_blocks`` and ``draw``."""
 
 Entries = npt.NDArray[np.void]
 
@@ -54,12 +55,12 @@ _WHOLE = np.dtype((np.void, COLUMNS.itemsize))
 class RequestTable:
     """One entry of `COLUMNS` and one row of ``block_table`` int32 [places, blocks] for each request of the last plan.
 
-    Beyond the blocks of the requests that sit, the block table is 0.
+    Beyond the blocks of the requests that sit, the block table, which is given to it, is 0.
     """
 
-    def __init__(self, num_places: int, num_blocks: int, block_size: int) -> None:
-        self.columns: Entries = np.zeros(num_places, dtype=COLUMNS)
-        self.block_table = np.zeros((num_places, num_blocks), dtype=np.int32)
+    def __init__(self, block_table: npt.NDArray[np.int32], block_size: int) -> None:
+        self.columns: Entries = np.zeros(len(block_table), dtype=COLUMNS)
+        self.block_table = block_table
         self.is_plain = True
         """No request that sits wants logprobs, biases or penalties."""
         self._entries = self.columns.view(_WHOLE)
@@ -127,6 +128,7 @@ def _entry(scheduled: ScheduledRequest) -> tuple[int | float | bool, ...]:
         len(request.prompt_ids),
         0,
         request.adapter_start,
+        -1,
         sampling.seed,
         scheduled.adapter_index,
         sampling.temperature,

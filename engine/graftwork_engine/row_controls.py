@@ -6,7 +6,7 @@ Who wants what is found once for a company of rows; a step of the same rows adds
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from graftwork_engine.request import Request
 from graftwork_engine.request_table import Entries
 from graftwork_kernels.layout import LogitBias, Penalties
+
+Upload = Callable[[Tensor], Tensor]
+"""Brings a tensor of the host's to where the operators run."""
 
 
 class RowControls:
@@ -35,30 +38,30 @@ class RowControls:
             torch.from_numpy(entries[name].copy()) for name in ("repetition", "frequency", "presence")
         )
 
-    def logit_bias(self) -> LogitBias | None:
-        """What is added to the next tokens' logits; None if it is nothing."""
+    def logit_bias(self, upload: Upload) -> LogitBias | None:
+        """What is added to the next tokens' logits, where ``upload`` brings it; None if it is nothing."""
         biases = {row: bias for row, request in self._biased.items() if (bias := request.token_bias()) is not None}
         if not biases:
             return None
         return LogitBias(
-            row_start=self._row_start(list(biases), [len(bias.token_ids) for bias in biases.values()]),
-            token_id=_joined([bias.token_ids for bias in biases.values()], np.dtype(np.int32)),
-            value=_joined([bias.values for bias in biases.values()], np.dtype(np.float32)),
+            row_start=upload(self._row_start(list(biases), [len(bias.token_ids) for bias in biases.values()])),
+            token_id=upload(_joined([bias.token_ids for bias in biases.values()], np.dtype(np.int32))),
+            value=upload(_joined([bias.values for bias in biases.values()], np.dtype(np.float32))),
         )
 
-    def penalties(self) -> Penalties | None:
-        """The tokens of each row up to the newest, with what they cost; None if no row has penalties."""
+    def penalties(self, upload: Upload) -> Penalties | None:
+        """The tokens of each row up to the newest, with what they cost, where ``upload`` brings it; None if no row has any."""
         if not self._counts:
             return None
         for counts, output_ids in zip(self._counts.values(), self._output_ids, strict=True):
             counts.catch_up(output_ids)
         return Penalties(
-            row_start=self._row_start(list(self._counts), list(map(len, self._token_ids))),
-            token_id=_joined(self._token_ids, np.dtype(np.int32)),
-            output_count=_joined(self._output_counts, np.dtype(np.int32)),
-            repetition=self._repetition,
-            frequency=self._frequency,
-            presence=self._presence,
+            row_start=upload(self._row_start(list(self._counts), list(map(len, self._token_ids)))),
+            token_id=upload(_joined(self._token_ids, np.dtype(np.int32))),
+            output_count=upload(_joined(self._output_counts, np.dtype(np.int32))),
+            repetition=upload(self._repetition),
+            frequency=upload(self._frequency),
+            presence=upload(self._presence),
         )
 
     def _row_start(self, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -12,13 +11,13 @@ import torch
 from torch import Tensor
 
 from graftwork_engine.batch import BatchBuilder, StepBatch, StepCapacity
-from graftwork_engine.forward import EagerForward, Forward, RecordedForward, SplitForward
+from graftwork_engine.forward import EagerForward, Forward
 from graftwork_engine.kv_memory import KvCache
 from graftwork_engine.messages import EngineError, TokenLogprob
 from graftwork_engine.model.llama import Llama
-from graftwork_engine.sampler import NOT_FINITE, Draws, draw_tokens, score_tokens
-from graftwork_engine.sched.plan import RequestResult, StepPlan
-from graftwork_kernels.cpu.capture import Recorder
+from graftwork_engine.sampler import NOT_FINITE, DrawnRows, Draws, ScoredRows, draw_tokens, score_tokens
+from graftwork_engine.sched.plan import RequestResult, Results, StepPlan
+from graftwork_engine.step_io import HostIo, StepIo
 from graftwork_kernels.layout import AdapterMemory
 from graftwork_kernels.ops import Operators
 
@@ -27,11 +26,12 @@ DEFAULT_ROWS, DEFAULT_REQUESTS = 16384, 4096
 
 
 class ModelRunner:
-    """The engine's `graftwork_engine.sched.plan.Runner`: one model with its KV cache, and the adapters that are in memory.
+    """The engine's `graftwork_engine.sched.plan.AheadRunner`: one model with its KV cache, and the adapters that are in memory.
 
-    ``adapter_memory`` is written by others between steps, in place, and only where no adapter of the running step lies.
-    ``capacity`` bounds the steps; None: large. ``recorded`` are a recorder and operators that record into it: the model's pass is
-    then replayed instead of called, but for steps of ``called_from`` rows and more; None: for all.
+    ``adapter_memory`` is written by others while steps run, in place, and only where no adapter of a launched step lies.
+    ``capacity`` bounds the steps; None: large. ``io`` is the way to where the operators run; ``is_ahead``: steps may be launched
+    before the results of the step before them are known. ``make_forward`` gives the way through the model, by default operator by
+    operator.
     """
 
     def __init__(
@@ -41,63 +41,87 @@ class ModelRunner:
         adapter_memory: AdapterMemory,
         ops: Operators,
         capacity: StepCapacity | None = None,
-        recorded: tuple[Recorder, Operators] | None = None,
-        called_from: int | None = None,
+        *,
+        io: StepIo | None = None,
+        is_ahead: bool = False,
+        make_forward: Callable[[Llama, KvCache, BatchBuilder], Forward] | None = None,
     ) -> None:
         self._model = model
         self._ops = ops
+        self._io = io or HostIo()
         longest = min(kv.num_blocks, -(-model.config.max_position_embeddings // kv.block_size))
-        self._builder = BatchBuilder(
-            ops, adapter_memory, kv.block_size, capacity or StepCapacity(DEFAULT_ROWS, DEFAULT_REQUESTS, longest)
-        )
-        self._forward: Forward = EagerForward(model, kv)
-        if recorded is not None:
-            replayed = RecordedForward(model, kv, self._builder, *recorded)
-            self._forward = replayed if called_from is None else SplitForward(replayed, self._forward, called_from)
+        capacity = capacity or StepCapacity(DEFAULT_ROWS, DEFAULT_REQUESTS, longest)
+        self._drawn = self._io.upload(torch.zeros(capacity.num_requests, dtype=torch.int64)) if is_ahead else None
+        self._builder = BatchBuilder(ops, adapter_memory, kv.block_size, capacity, self._io, self._drawn)
+        self._forward = EagerForward(model, kv) if make_forward is None else make_forward(model, kv, self._builder)
+
+    def execute(self, plan: StepPlan) -> Results:
+        """See `graftwork_engine.sched.plan.Runner`."""
+        return self.launch(plan)() if plan.scheduled else []
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Sequence[RequestResult | int]:
-        """See `graftwork_engine.sched.plan.Runner`."""
-        if not plan.scheduled:
-            return []
-        batch = self._builder.build(plan)
-        hidden = self._forward(batch)
-        draws = self._draw(hidden, batch)
-        scores = self._score_prompts(hidden, batch, plan) if batch.num_scored else {}
-        failures = _failures(hidden, plan)
-        if not (draws.logprobs or draws.failures or scores or failures) and len(draws.token_ids) == len(plan.scheduled):
-            return draws.token_ids
-        return _results(plan, draws, scores, failures)
+    def launch(self, plan: StepPlan) -> Callable[[], Results]:
+        """See `graftwork_engine.sched.plan.AheadRunner`; the plan is not empty."""
+        batch = self._builder.build(plan, self._forward.length(plan.num_tokens, len(plan.scheduled)))
+        hidden = self._forward(batch)[: batch.num_rows]
+        drawn = self._draw(hidden, batch)
+        scored = self._score_prompts(hidden, batch, plan) if batch.num_scored else None
+        # A normed row that is finite has a finite sum.
+        tensors = [hidden.sum(-1, dtype=torch.float32)]
+        tensors += [] if drawn is None else drawn.tensors
+        tensors += [] if scored is None else scored.tensors
+        return partial(_read, plan, self._io.fetch(tensors), drawn, scored, batch.num_scored)
 
-    def _draw(self, hidden: Tensor, batch: StepBatch) -> Draws:
+    def _draw(self, hidden: Tensor, batch: StepBatch) -> DrawnRows | None:
         """A token from the last row of each request that draws one."""
         rows = batch.sample_rows
         if not len(rows):
-            return Draws([], {}, {})
+            return None
         drawn_from = hidden if len(rows) == len(hidden) else hidden.index_select(0, rows)
         logits = self._model.logits(self._ops, drawn_from)
-        return draw_tokens(self._ops, logits, batch.sampling, batch.logit_bias, batch.penalties, batch.num_top_logprobs)
+        wanted = (batch.sampling, batch.logit_bias, batch.penalties, batch.num_top_logprobs)
+        drawn = draw_tokens(self._ops, logits, *wanted, self._io.upload)
+        if self._drawn is not None:
+            self._drawn[: len(rows)] = drawn.tokens
+        return drawn
 
-    def _score_prompts(self, hidden: Tensor, batch: StepBatch, plan: StepPlan) -> dict[int, list[TokenLogprob | None]]:
-        """A logprob, None where it is not finite, for each row to score of each request that has some, by place in the plan."""
+    def _score_prompts(self, hidden: Tensor, batch: StepBatch, plan: StepPlan) -> ScoredRows:
+        """Logprobs for the rows to score of all requests that have some, in the plan's order."""
         tops = {place: plan.scheduled[place].request.sampling.prompt_logprobs or 0 for place in batch.num_scored}
         top_of_row = [tops[place] for place, count in batch.num_scored.items() for _ in range(count)]
         head = partial(self._model.logits, self._ops)
-        scored = score_tokens(self._ops, head, hidden[batch.prompt_rows], batch.prompt_targets, top_of_row)
-        return {place: list(islice(scored, count)) for place, count in batch.num_scored.items()}
+        return score_tokens(self._ops, head, hidden[batch.prompt_rows], batch.prompt_targets, top_of_row)
 
 
-def _failures(hidden: Tensor, plan: StepPlan) -> dict[int, EngineError]:
+def _read(
+    plan: StepPlan,
+    fetched: Callable[[], Sequence[Tensor]],
+    drawn: DrawnRows | None,
+    scored: ScoredRows | None,
+    num_scored: Mapping[int, int],
+) -> Results:
+    """What a step brought, once it is on the host."""
+    tensors = iter(fetched())
+    failures = _failures(next(tensors), plan)
+    draws = Draws([], {}, {}) if drawn is None else drawn.read(tensors)
+    scores: dict[int, list[TokenLogprob | None]] = {}
+    if scored is not None:
+        found = scored.read(tensors)
+        scores = {place: list(islice(found, count)) for place, count in num_scored.items()}
+    if not (draws.logprobs or draws.failures or scores or failures) and len(draws.token_ids) == len(plan.scheduled):
+        return draws.token_ids
+    return _results(plan, draws, scores, failures)
+
+
+def _failures(row_sums: Tensor, plan: StepPlan) -> dict[int, EngineError]:
     """The requests with a row that is not finite, by place in the plan. Asked of chunks that draw nothing too: their blocks are
     shared next.
-
-    A normed row that is finite has a finite sum, so one sum over all rows tells of a step in which all is well.
     """
-    if math.isfinite(hidden.sum().item()):
+    is_finite = np.isfinite(row_sums.numpy())
+    if is_finite.all():
         return {}
-    rows = hidden.sum(-1, dtype=torch.float32).isfinite().numpy(force=True)
     starts = np.cumsum([0] + [s.num_tokens for s in plan.scheduled[:-1]])
-    finite = np.logical_and.reduceat(rows, starts)
+    finite = np.logical_and.reduceat(is_finite, starts)
     return dict.fromkeys(np.flatnonzero(~finite).tolist(), NOT_FINITE)
 
 

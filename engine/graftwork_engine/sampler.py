@@ -8,11 +8,13 @@ A row that no token can be drawn from fails its own request; the others never no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from graftwork_engine.errors import ErrorCode
@@ -41,6 +43,44 @@ class Draws:
     failures: dict[int, EngineError]
 
 
+class Scores(NamedTuple):
+    """Log probabilities of one token and of the best ones for each of some rows; see `Operators.token_logprobs`."""
+
+    chosen: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """The same where the operators run. ``tokens`` int64 [S]; ``is_finite`` bool [S], of raw logits, and ``is_drawable``, of those
+    that bias and penalties left, None where there are none; ``scores`` of the rows in ``num_top_logprobs``, None where it is empty.
+    """
+
+    tokens: Tensor
+    is_finite: Tensor
+    is_drawable: Tensor | None
+    scores: Scores | None
+    num_top_logprobs: Mapping[int, int]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is to be brought to the host."""
+        drawable = [] if self.is_drawable is None else [self.is_drawable]
+        return [self.tokens, self.is_finite, *drawable, *(() if self.scores is None else self.scores)]
+
+    def read(self, tensors: Iterator[Tensor]) -> Draws:
+        """Of its `tensors`, on the host by now."""
+        token_ids = next(tensors).tolist()
+        failures = _failing(next(tensors), NOT_FINITE)
+        if self.is_drawable is not None:
+            failures = {**_failing(next(tensors), NOTHING_TO_DRAW), **failures}
+        if self.scores is None:
+            return Draws(token_ids, {}, failures)
+        found = _logprobs(Scores(next(tensors), next(tensors), next(tensors)), self.num_top_logprobs.values())
+        return Draws(token_ids, dict(zip(self.num_top_logprobs, found, strict=True)), failures)
+
+
 def draw_tokens(
     ops: Operators,
     logits: Tensor,
@@ -48,51 +88,72 @@ def draw_tokens(
     bias: LogitBias | None,
     penalties: Penalties | None,
     num_top_logprobs: Mapping[int, int],
-) -> Draws:
+    upload: Callable[[Tensor], Tensor],
+) -> DrawnRows:
     """Draw from each row of ``logits`` fp32 [S, V], which bias and penalties overwrite.
 
-    ``num_top_logprobs`` has the rows whose logprobs are wanted, with the number of alternatives beside the drawn token.
+    ``num_top_logprobs`` has the rows whose logprobs are wanted, with the number of alternatives beside the drawn token; ``upload``
+    brings their numbers to the logits.
     """
-    failures = dict.fromkeys(_undrawable(ops, logits), NOT_FINITE)
-    with_logprobs = list(num_top_logprobs)
-    raw = logits[with_logprobs] if with_logprobs else None
+    is_finite = ops.finite_rows(logits)
+    rows = raw = is_drawable = scores = None
+    if num_top_logprobs:
+        rows = upload(torch.tensor(list(num_top_logprobs)))
+        raw = logits.index_select(0, rows)
     if bias is not None:
         ops.apply_logit_bias(logits, bias)
     if penalties is not None:
         ops.apply_penalties(logits, penalties)
     if bias is not None or penalties is not None:
-        failures = {**dict.fromkeys(_undrawable(ops, logits), NOTHING_TO_DRAW), **failures}
+        is_drawable = ops.finite_rows(logits)
     tokens = ops.sample(logits, batch)
-    logprobs: dict[int, TokenLogprob] = {}
-    if raw is not None:
-        found = _logprobs(ops, raw, tokens[with_logprobs], list(num_top_logprobs.values()))
-        logprobs = dict(zip(with_logprobs, found, strict=True))
-    return Draws(tokens.tolist(), logprobs, failures)
+    if raw is not None and rows is not None:
+        scores = Scores(*ops.token_logprobs(raw, tokens.index_select(0, rows), max(num_top_logprobs.values())))
+    return DrawnRows(tokens, is_finite, is_drawable, scores, num_top_logprobs)
 
 
-def _undrawable(ops: Operators, logits: Tensor) -> list[int]:
-    """Rows that no token can be drawn from."""
-    finite: npt.NDArray[np.bool_] = ops.finite_rows(logits).numpy(force=True)
-    return [] if finite.all() else np.flatnonzero(~finite).tolist()
+def _failing(are_well: Tensor, error: EngineError) -> dict[int, EngineError]:
+    well: npt.NDArray[np.bool_] = are_well.numpy()
+    return {} if well.all() else dict.fromkeys(np.flatnonzero(~well).tolist(), error)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """What P tokens score, where the operators run: for some rows at a time their `Scores` and, bool, whether those mean anything.
+
+    ``tops`` has P entries, how many of the best alternatives to tell.
+    """
+
+    parts: Sequence[tuple[Scores, Tensor]]
+    tops: Sequence[int]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is to be brought to the host."""
+        return [tensor for scores, is_finite in self.parts for tensor in (*scores, is_finite)]
+
+    def read(self, tensors: Iterator[Tensor]) -> Iterator[TokenLogprob | None]:
+        """Of its `tensors`, on the host by now: a logprob for each token, None where the logits are not finite."""
+        for number in range(len(self.parts)):
+            scores, is_finite = Scores(next(tensors), next(tensors), next(tensors)), next(tensors).tolist()
+            tops = self.tops[number * SCORED_ROWS_AT_ONCE : (number + 1) * SCORED_ROWS_AT_ONCE]
+            for logprob, is_known in zip(_logprobs(scores, tops), is_finite, strict=True):
+                yield logprob if is_known else None
 
 
 def score_tokens(
     ops: Operators, head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, tops: Sequence[int]
-) -> Iterator[TokenLogprob | None]:
-    """The logprob of ``targets`` int64 [P] under the logits that ``head`` makes of ``hidden`` [P, H]; ``tops`` has P entries.
-
-    None where those logits are not finite.
-    """
+) -> ScoredRows:
+    """The logprob of ``targets`` int64 [P] under the logits that ``head`` makes of ``hidden`` [P, H]; ``tops`` has P entries."""
+    parts = []
     for start in range(0, len(tops), SCORED_ROWS_AT_ONCE):
         part = slice(start, start + SCORED_ROWS_AT_ONCE)
         logits = head(hidden[part])
-        finite = ops.finite_rows(logits).tolist()
-        for logprob, is_finite in zip(_logprobs(ops, logits, targets[part], tops[part]), finite, strict=True):
-            yield logprob if is_finite else None
+        parts.append((Scores(*ops.token_logprobs(logits, targets[part], max(tops[part]))), ops.finite_rows(logits)))
+    return ScoredRows(parts, tops)
 
 
-def _logprobs(ops: Operators, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprob]:
-    """Logprobs of ``tokens`` from raw ``logits``; row i reports its ``tops[i]`` best alternatives."""
-    chosen, top_ids, top_logprobs = ops.token_logprobs(logits, tokens, max(tops))
-    rows = zip(chosen.tolist(), top_ids.tolist(), top_logprobs.tolist(), tops, strict=True)
+def _logprobs(scores: Scores, tops: Iterable[int]) -> list[TokenLogprob]:
+    """Logprobs as the client gets them; row i reports its ``tops[i]`` best alternatives."""
+    rows = zip(*(tensor.tolist() for tensor in scores), tops, strict=True)
     return [TokenLogprob(logprob, tuple(ids[:top]), tuple(values[:top])) for logprob, ids, values, top in rows]

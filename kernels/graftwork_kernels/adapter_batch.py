@@ -10,32 +10,38 @@ import torch
 from torch import Tensor
 
 from graftwork_kernels.layout import NO_ADAPTER, AdapterBatch
+from graftwork_kernels.step_arrays import HostArrays, StepArrays
 
 
 class AdapterGroups:
-    """An `AdapterBatch` of up to ``num_rows`` rows on the CPU, in memory that stays where it is from step to step.
+    """An `AdapterBatch` of up to ``num_rows`` rows in ``arrays``, memory that stays where it is from step to step.
 
     ``whole`` is all of it, for whoever keeps its addresses.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self._token_adapter = np.full(num_rows, NO_ADAPTER, dtype=np.int32)
-        self._permutation = np.arange(num_rows)
-        self._segment_start = np.zeros(num_rows + 1, dtype=np.int32)
-        self._segment_adapter = np.full(num_rows, NO_ADAPTER, dtype=np.int32)
-        self._num_segments = np.zeros(1, dtype=np.int32)
+    def __init__(self, num_rows: int, arrays: StepArrays | None = None) -> None:
+        self._arrays = arrays = arrays or HostArrays()
+        self._token_adapter = arrays.array(num_rows, np.int32)
+        self._permutation = arrays.array(num_rows, np.int64)
+        self._segment_start = arrays.array(num_rows + 1, np.int32)
+        self._segment_adapter = arrays.array(num_rows, np.int32)
+        self._num_segments = arrays.array(1, np.int32)
+        self._token_adapter.fill(NO_ADAPTER)
+        self._permutation[:] = np.arange(num_rows)
+        self._segment_adapter.fill(NO_ADAPTER)
         self._begins = np.ones(num_rows, dtype=np.bool_)  # where a group begins: at row 0 always
         self._num_rows = 0
         self.whole = self.first(num_rows)
 
     def first(self, num_rows: int) -> AdapterBatch:
         """The part of ``whole`` that `group` wrote for as many rows."""
+        tensor = self._arrays.tensor
         return AdapterBatch(
-            torch.from_numpy(self._token_adapter[:num_rows]),
-            torch.from_numpy(self._permutation[:num_rows]),
-            torch.from_numpy(self._segment_start[: num_rows + 1]),
-            torch.from_numpy(self._segment_adapter[:num_rows]),
-            torch.from_numpy(self._num_segments),
+            tensor(self._token_adapter[:num_rows]),
+            tensor(self._permutation[:num_rows]),
+            tensor(self._segment_start[: num_rows + 1]),
+            tensor(self._segment_adapter[:num_rows]),
+            tensor(self._num_segments),
         )
 
     def group(self, token_adapter: npt.NDArray[np.int32]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tiny_model import CONFIG, REFERENCE, TinyEngine, adapter_memory, random_adapter
 
 from graftwork_adapters.base_spec import PROJECTIONS
+from graftwork_engine.forward import replaying
 from graftwork_engine.messages import Sampling
 from graftwork_kernels.cpu.build import build_library
 from graftwork_kernels.cpu.capture import Recorder
@@ -33,10 +34,10 @@ def engines(library: Library, memory: AdapterMemory, **limits: int) -> tuple[Tin
     """One that calls the compiled operators, one that replays them."""
     immediate = Operators(CpuOperators(Immediate(library)))
     recorder = Recorder(library)
-    recorded = (recorder, Operators(CpuOperators(recorder)))
+    recorded = replaying(recorder, Operators(CpuOperators(recorder)))
     return (
         TinyEngine(memory, ops=immediate, **limits),
-        TinyEngine(memory, ops=immediate, recorded=recorded, **limits),
+        TinyEngine(memory, ops=immediate, make_forward=recorded, **limits),
     )
 
 

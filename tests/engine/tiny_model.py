@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graftwork_adapters.base_spec import PROJECTIONS
+from graftwork_engine.ahead import AheadCore
 from graftwork_engine.batch import StepCapacity
 from graftwork_engine.core import EngineCore
 from graftwork_engine.kv.manager import KVCacheManager
@@ -22,7 +24,6 @@ from graftwork_engine.runner import ModelRunner
 from graftwork_engine.sched.plan import AdapterFailure
 from graftwork_engine.sched.scheduler import Scheduler, SchedulerLimits
 from graftwork_kernels import reference
-from graftwork_kernels.cpu.capture import Recorder
 from graftwork_kernels.layout import AdapterMemory, RowType, SiteField
 from graftwork_kernels.ops import Operators
 
@@ -92,14 +93,14 @@ def make_runner(
     num_blocks: int = 32,
     kv: KvCache | None = None,
     ops: Operators = REFERENCE,
-    recorded: tuple[Recorder, Operators] | None = None,
+    **options: Any,
 ) -> ModelRunner:
     model = build_model(CONFIG, 64, Placement(torch.float32, CPU))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.destinations():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (1.0 if "norm" in name else 0.0))
     model.prepare(ops)
-    return ModelRunner(model, kv or make_kv(num_blocks), memory, ops, StepCapacity(128, 64, num_blocks), recorded)
+    return ModelRunner(model, kv or make_kv(num_blocks), memory, ops, StepCapacity(128, 64, num_blocks), **options)
 
 
 class ResidentGate:
@@ -139,14 +140,15 @@ class TinyEngine:
         num_seqs: int = 16,
         chunk: int | None = None,
         ops: Operators = REFERENCE,
-        recorded: tuple[Recorder, Operators] | None = None,
+        is_ahead: bool = False,
+        **options: Any,
     ) -> None:
         self.kv = make_kv(num_blocks)
         limits = SchedulerLimits(budget, num_seqs, CONFIG.max_position_embeddings, CONFIG.vocab_size, chunk)
         gate = ResidentGate()
         scheduler = Scheduler(limits, KVCacheManager(num_blocks, BLOCK, "base"), gate, lambda: 0.0)
-        self.runner = make_runner(memory, num_blocks, self.kv, ops, recorded)
-        self.core = EngineCore(scheduler, self.runner, gate)
+        self.runner = make_runner(memory, num_blocks, self.kv, ops, is_ahead=is_ahead, **options)
+        self.core = (AheadCore if is_ahead else EngineCore)(scheduler, self.runner, gate)
         self.items: dict[str, list[OutItem]] = {}
         self._numbers = count()
 
