@@ -26,13 +26,16 @@ from graftwork_engine.model.layers import ForwardBatch
 from graftwork_engine.request_table import Entries, RequestTable
 from graftwork_engine.row_controls import RowControls
 from graftwork_engine.sched.plan import BASE, ScheduledRequest, StepPlan
-from graftwork_engine.step_io import HostIo, StepIo
+from graftwork_engine.step_io import ALIGNMENT, HostIo, StepIo
 from graftwork_kernels.adapter_batch import AdapterGroups
 from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AttentionBatch, LogitBias, Penalties, SamplingBatch
 from graftwork_kernels.ops import Operators
 from graftwork_kernels.step_arrays import StepArrays
 
 Integers = npt.NDArray[np.int64]
+
+_BYTES_OF_ROW, _BYTES_OF_REQUEST, _MOST_ARRAYS = 44, 48, 24
+"""In the arrays of a step, beside the block table; a test holds the first two to what is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,12 @@ class StepCapacity:
     num_rows: int
     num_requests: int
     num_blocks: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Room enough for the arrays that a `BatchBuilder` makes."""
+        arrays = _BYTES_OF_ROW * self.num_rows + (_BYTES_OF_REQUEST + 4 * self.num_blocks) * self.num_requests
+        return arrays + _MOST_ARRAYS * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,21 +240,27 @@ class BatchBuilder:
             self._draws = self._view_draws(num_drawn)
 
     def _batch(self, scheduled: Sequence[ScheduledRequest], num_rows: int, max_query_len: int, max_context_len: int) -> StepBatch:
-        rows, requests, draws = self._rows, self._requests, self._draws
+        views, requests, draws = self._rows, self._requests, self._draws
         attention = AttentionBatch(
-            requests.query_start, requests.context_len, requests.block_table, rows.kv_slot, max_query_len, max_context_len
+            requests.query_start, requests.context_len, requests.block_table, views.kv_slot, max_query_len, max_context_len
         )
-        forward = ForwardBatch(self._ops, rows.positions, attention, rows.adapters, self._memory)
-        common = (num_rows, rows.token_ids, self._drawn, forward, draws.sample_rows, draws.sampling)
+        forward = ForwardBatch(self._ops, views.positions, attention, views.adapters, self._memory)
+        common = (num_rows, views.token_ids, self._drawn, forward, draws.sample_rows, draws.sampling)
         if self._controls is None or not scheduled:
             return StepBatch(*common, None, None, {}, self._no_rows, self._no_rows, {})
         num_scored = {place: count for place in self._scorers if (count := _num_scored(scheduled[place]))}
-        scored = [self._no_rows, self._no_rows]
-        if num_scored:
-            scored = [self._io.upload(numbers) for numbers in _scored_rows(scheduled, num_scored, self._query_start)]
+        rows, targets = self._no_rows, self._no_rows
         upload, controls = self._io.upload, self._controls
+        if num_scored:
+            rows, targets = map(upload, _scored_rows(scheduled, num_scored, self._query_start))
         return StepBatch(
-            *common, controls.logit_bias(upload), controls.penalties(upload), controls.num_top_logprobs, *scored, num_scored
+            *common,
+            controls.logit_bias(upload),
+            controls.penalties(upload),
+            controls.num_top_logprobs,
+            rows,
+            targets,
+            num_scored,
         )
 
     def _view_rows(self, num_rows: int) -> _RowViews:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from graftwork_kernels.step_arrays import Array, HostArrays, StepArrays
+
+ALIGNMENT = 64
+"""Bytes: where an array begins, so that kernels read it in wide pieces."""
 
 
 class StepIo(StepArrays, Protocol):
@@ -41,3 +47,80 @@ class HostIo(HostArrays):
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """See `StepIo.fetch`."""
         return lambda: tensors
+
+
+class Fence(Protocol):
+    """A point in what a device was told to do."""
+
+    def set(self) -> None:
+        """The point is now, behind all that the device was told so far."""
+        ...
+
+    def wait(self) -> None:
+        """Until the device has got there; at once if the point was never set."""
+        ...
+
+
+class MirrorIo:
+    """`StepIo` of a device with memory of its own: the arrays are one piece of memory on either side, which a step sends in one go.
+
+    What is sent is first copied into one of two pieces that the device can read by itself: so the arrays may be written for the
+    next step while it does. ``pin`` gives a tensor in such memory, holding the same; ``make_fence`` makes fences of the device.
+    Raises ValueError where ``num_bytes`` are too few for the arrays.
+    """
+
+    def __init__(
+        self, num_bytes: int, device: torch.device, pin: Callable[[Tensor], Tensor], make_fence: Callable[[], Fence]
+    ) -> None:
+        self._device, self._pin, self._make_fence = device, pin, make_fence
+        self._host = np.zeros(num_bytes, dtype=np.uint8)
+        self._mirror = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._slots = [(pin(torch.empty(num_bytes, dtype=torch.uint8)), make_fence()) for _ in range(2)]
+        self._num_used = 0
+
+    def array(self, length: int, dtype: npt.DTypeLike) -> Array:
+        """See `StepArrays.array`."""
+        start = -(-self._num_used // ALIGNMENT) * ALIGNMENT
+        end = start + length * np.dtype(dtype).itemsize
+        if end > len(self._host):
+            raise ValueError(f"an array of {length} {np.dtype(dtype)} does not fit behind {start} of {len(self._host)} bytes")
+        self._num_used = end
+        return self._host[start:end].view(dtype)
+
+    def tensor(self, part: Array) -> Tensor:
+        """See `StepArrays.tensor`."""
+        start = self._offset(part)
+        dtype = torch.from_numpy(part[:0]).dtype
+        return self._mirror[start : start + part.nbytes].view(dtype).view(part.shape)
+
+    def send(self, last: Array) -> None:
+        """See `StepIo.send`."""
+        end = self._offset(last) + last.nbytes
+        slot, fence = self._slots[0]
+        self._slots.reverse()
+        fence.wait()  # for the step before the last one, which is over
+        slot.numpy()[:end] = self._host[:end]
+        self._mirror[:end].copy_(slot[:end], non_blocking=True)
+        fence.set()
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """See `StepIo.upload`."""
+        return self._pin(tensor).to(self._device, non_blocking=True)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """See `StepIo.fetch`."""
+        copies = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]
+        fence = self._make_fence()
+        fence.set()
+
+        def wait() -> Sequence[Tensor]:
+            fence.wait()
+            return copies
+
+        return wait
+
+    def _offset(self, part: Array) -> int:
+        """Of a part of an array, in bytes. An empty one may say anything."""
+        if not part.flags.c_contiguous:
+            raise ValueError("a tensor is made of a contiguous part of an array")
+        return (part.ctypes.data - self._host.ctypes.data) if part.nbytes else 0

@@ -1,0 +1,91 @@
+"""A device on the CPU: copies that happen late, and graphs that do again what torch and interpreted kernels were told to do.
+
+What a graph on a GPU bakes in, this one does too: the memory that operators read and write, and every number that Python gave them.
+What was decided in Python while it was captured stays decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+from triton.runtime.interpreter import GridExecutor
+
+from graftwork_engine.graphs import Replay
+from graftwork_engine.step_io import MirrorIo
+
+
+class ImmediateFence:
+    """Everything that the device was told is done at once."""
+
+    def set(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+def mirror_io(num_bytes: int) -> MirrorIo:
+    return MirrorIo(num_bytes, torch.device("cpu"), Tensor.clone, ImmediateFence)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operation of torch's that computes something."""
+
+    def __init__(self, steps: list[Callable[[], None]]) -> None:
+        super().__init__()
+        self._steps = steps
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise AssertionError(f"{func} reads the device's memory on the host, which ends a capture")
+        outputs = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._steps.append(lambda: func(*args, **kwargs))
+            return outputs
+        read = {tensor.untyped_storage().data_ptr() for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)}
+        made = [tensor for tensor in tree_iter(outputs) if isinstance(tensor, Tensor)]
+        if any(tensor.untyped_storage().data_ptr() not in read for tensor in made) and "empty" not in str(func):
+
+            def again() -> None:
+                results = [tensor for tensor in tree_iter(func(*args, **kwargs)) if isinstance(tensor, Tensor)]
+                for tensor, result in zip(made, results, strict=True):
+                    tensor.copy_(result)
+
+            self._steps.append(again)
+        return outputs
+
+
+class TwinCapture:
+    """`graftwork_engine.graphs.Capture` of a CPU. ``num_launches`` of Triton kernels are in the graphs."""
+
+    def __init__(self, patch: Any) -> None:
+        self._patch = patch
+        self.num_launches = 0
+        self.num_replays = 0
+
+    def __call__(self, run: Callable[[], Tensor]) -> Replay:
+        steps: list[Callable[[], None]] = []
+        launch = GridExecutor.__call__
+
+        def noting(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            with _disable_current_modes():
+                launch(executor, *args, **kwargs)
+            steps.append(lambda: launch(executor, *args, **kwargs))
+            self.num_launches += 1
+
+        run()
+        with self._patch.context() as patched, _Recorder(steps):
+            patched.setattr(GridExecutor, "__call__", noting)
+            output = run()
+
+        def replay() -> None:
+            self.num_replays += 1
+            with torch.inference_mode():
+                for step in steps:
+                    step()
+
+        return Replay(replay, output)
