@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +10,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from graftwork_adapters.device_copy import Copier, copier_for
 from graftwork_adapters.errors import BlobCorrupt
 from graftwork_adapters.fetcher import HostAdapter
 from graftwork_adapters.keys import RowTypeName
 from graftwork_adapters.packed import ABSENT, ROW_ALIGNMENT, PackedIndex
-from graftwork_adapters.page_table import Extent, PageLayout, PageTable, Placement, page_size, plan_pages, row_numbers
+from graftwork_adapters.page_table import (
+    Extent,
+    PageLayout,
+    PageTable,
+    Placement,
+    page_copies,
+    page_size,
+    plan_pages,
+    row_numbers,
+)
 from graftwork_adapters.tensor_values import row_size
 
 NUM_SITE_FIELDS = 6
@@ -43,7 +53,8 @@ class DevicePool:
 
     ``widths`` are each site's input and output features, which an adapter's rows must have room for (None: not compared).
     ``max_row_bytes`` is the longest row the base can have; a page is at least that. Row numbers and adapter indices are bounded
-    too: by default one row number per 128 bytes, and one index per page up to 1024. `place` and `free` keep the books and belong
+    too: by default one row number per 128 bytes, and one index per page up to 1024. ``new_copier`` makes the way to
+    ``device``. `place` and `free` keep the books and belong
     to one thread; `clear` and `write` move bytes and belong to one other thread. A page may be written again as soon as it is
     freed, so an adapter is freed only when no kernel that reads it is still running.
     """
@@ -59,6 +70,7 @@ class DevicePool:
         max_adapters: int | None = None,
         widths: Sequence[tuple[int, int]] | None = None,
         device: torch.device | str = "cpu",
+        new_copier: Callable[[torch.device], Copier] = copier_for,
     ) -> None:
         self.page_bytes = page_size(page_bytes, max_row_bytes)
         num_pages = pool_bytes // self.page_bytes
@@ -70,20 +82,14 @@ class DevicePool:
         self._num_sites = num_sites
         self._max_row_bytes = max_row_bytes
         self._widths = None if widths is None else np.array(widths, dtype=np.int64)
-        self._device = torch.device(device)
-        no_site = torch.tensor(_NO_SITE, dtype=torch.int64, device=self._device)
+        self._no_sites = np.tile(np.array(_NO_SITE, dtype=np.int64), (num_sites, 1))
+        device = torch.device(device)
         self.tensors = PoolTensors(
-            pool=torch.zeros(num_pages * self.page_bytes, dtype=torch.uint8, device=self._device),
-            row_offset=torch.zeros(self.table.max_rows, dtype=torch.int64, device=self._device),
-            sites=no_site.repeat(self.table.max_adapters, num_sites, 1),
+            pool=torch.zeros(num_pages * self.page_bytes, dtype=torch.uint8, device=device),
+            row_offset=torch.zeros(self.table.max_rows, dtype=torch.int64, device=device),
+            sites=torch.tensor(_NO_SITE, dtype=torch.int64, device=device).repeat(self.table.max_adapters, num_sites, 1),
         )
-        self._no_sites = no_site.repeat(num_sites, 1)
-        self._host_view = self.tensors.pool.numpy() if self._device.type == "cpu" else None
-        # Copies run beside the step's kernels, on a stream of their own, and are complete when `write` returns.
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._copier = new_copier(device)  # last: what it copies comes after the zeros
 
     @property
     def capacity_bytes(self) -> int:
@@ -107,6 +113,10 @@ class DevicePool:
         self.table.check_fits(f"adapter {index.key}", layout, self.page_bytes)
         return layout
 
+    def how_many(self, row_bytes: npt.NDArray[np.int64]) -> int:
+        """How many adapters with rows of so many bytes each, int64 [rows], can be here at once when there is nothing else."""
+        return self.table.how_many(plan_pages(row_bytes, self.page_bytes).extent)
+
     def most_needed(self, num_bytes: int) -> Extent:
         """The room for an adapter of which no more than the size is known."""
         return self.table.most_needed(num_bytes, self.page_bytes, self._max_row_bytes)
@@ -125,34 +135,24 @@ class DevicePool:
 
     def clear(self, indices: Sequence[int]) -> None:
         """Reset the site records of freed indices."""
-        with torch.cuda.stream(self._stream):
-            for index in indices:
-                self.tensors.sites[index].copy_(self._no_sites)
-        self._finish()
+        for index in indices:
+            self._copier.copy(self.tensors.sites[index], self._no_sites)
+        self._copier.finish()
 
     def write(self, placement: Placement, layout: PageLayout, adapter: HostAdapter) -> None:
         """Copy an adapter's rows into its pages and write the tables that lead to them; everything is there when it returns.
 
-        One copy a page and one for each table, however many rows and sites there are.
+        One copy for each run of pages that lie side by side, and one for each table, however many rows and sites there are.
         """
         pages = np.array(placement.pages, dtype=np.int64)
         offsets = pages[layout.row_page] * self.page_bytes + layout.row_start
         first, end = placement.first_row, placement.first_row + placement.num_rows
-        with torch.cuda.stream(self._stream):
-            for page, (start, length) in zip(placement.pages, layout.page_runs, strict=True):
-                self._copy_to_page(page, adapter.rows[start : start + length])
-            self.tensors.row_offset[first:end].copy_(torch.from_numpy(offsets))
-            self.tensors.sites[placement.index].copy_(torch.from_numpy(self._site_records(adapter.index, first)))
-        self._finish()
-
-    def _copy_to_page(self, page: int, rows: npt.NDArray[np.uint8]) -> None:
-        start, end = page * self.page_bytes, page * self.page_bytes + len(rows)
-        if self._host_view is None:
-            self.tensors.pool[start:end].copy_(torch.from_numpy(rows), non_blocking=True)
-        else:
-            # Not by torch, which shares a copy of this size out to threads of this thread's own: they would take the cores from
-            # the step that runs meanwhile.
-            np.copyto(self._host_view[start:end], rows)
+        for run in page_copies(placement, layout, self.page_bytes):
+            rows = adapter.rows[run.from_byte : run.from_byte + run.num_bytes]
+            self._copier.copy(self.tensors.pool[run.to_byte : run.to_byte + run.num_bytes], rows)
+        self._copier.copy(self.tensors.row_offset[first:end], offsets)
+        self._copier.copy(self.tensors.sites[placement.index], self._site_records(adapter.index, first))
+        self._copier.finish()
 
     def discrepancies(self, live: Mapping[str, Placement], complete: Collection[str]) -> list[str]:
         """Recount pages, row numbers and indices, given every adapter's placement by key; empty when all is well.
@@ -178,15 +178,11 @@ class DevicePool:
         return found
 
     def _site_records(self, index: PackedIndex, first_row: int) -> npt.NDArray[np.int64]:
-        records = np.tile(np.array(_NO_SITE, dtype=np.int64), (self._num_sites, 1))
+        records = self._no_sites.copy()
         number, rank, *rows = index.site_table.T
         a, b, scale, bias = (np.where(row == ABSENT, ABSENT, first_row + row) for row in rows)
         records[number] = np.stack([a, b, rank, np.full_like(rank, ROW_TYPE_CODE[index.row_type]), scale, bias], axis=1)
         return records
-
-    def _finish(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 def _check_index(index: PackedIndex, num_sites: int) -> None:

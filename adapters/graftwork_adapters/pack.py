@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from graftwork_adapters.base_spec import BaseSpec
 from graftwork_adapters.keys import AdapterDigest, RowTypeName, packed_key
@@ -47,6 +48,12 @@ def longest_row_bytes(base: BaseSpec, row_type: RowTypeName) -> int:
         max(row_size(row_type, max(site.in_features, site.out_features)), row_size("float32", site.out_features))
         for site in base.sites
     )
+
+
+def row_bytes_of_rank(base: BaseSpec, row_type: RowTypeName, rank: int) -> npt.NDArray[np.int64]:
+    """Bytes of each row, in packing order, of an adapter of ``rank`` on every projection of ``base``; int64 [rows]."""
+    sizes = [row_size(row_type, features) for site in base.sites for features in (site.in_features, site.out_features)]
+    return np.repeat(np.array(sizes, dtype=np.int64), rank)
 
 
 def fold_scale(b: Matrix, scale: float) -> Matrix:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,27 @@ def plan_pages(row_bytes: npt.NDArray[np.int64], page_bytes: int) -> PageLayout:
     return PageLayout(row_page, ends - row_bytes - page_starts[row_page], tuple(runs))
 
 
+class PageCopy(NamedTuple):
+    """``num_bytes`` of the packed rows from ``from_byte`` on, which go to ``to_byte`` of the pool as they are."""
+
+    to_byte: int
+    from_byte: int
+    num_bytes: int
+
+
+def page_copies(placement: Placement, layout: PageLayout, page_bytes: int) -> list[PageCopy]:
+    """The copies that bring an adapter to its place, as few as there can be: pages side by side are one, if they are full."""
+    copies: list[PageCopy] = []
+    for page, (start, length) in zip(placement.pages, layout.page_runs, strict=True):
+        to_byte = page * page_bytes
+        if copies and copies[-1].to_byte + copies[-1].num_bytes == to_byte:
+            before = copies.pop()  # which ended where this one starts, in the rows too: runs follow each other there
+            copies.append(before._replace(num_bytes=before.num_bytes + length))
+        else:
+            copies.append(PageCopy(to_byte, start, length))
+    return copies
+
+
 def page_size(page_bytes: int, max_row_bytes: int) -> int:
     """Bytes of a page: what is asked for, but never less than the longest row, and a multiple of `ROW_ALIGNMENT`."""
     return -(-max(page_bytes, max_row_bytes) // ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -114,6 +136,11 @@ class PageTable:
             raise AdapterTooLarge(f"{name} has {num_rows} rows, adapter memory has room for {self.max_rows}")
         if not self.max_adapters:
             raise AdapterTooLarge(f"{name} needs adapter memory, there is room for 0 adapters")
+
+    def how_many(self, extent: Extent) -> int:
+        """How many adapters of this extent can have a place at once, nothing else having one."""
+        needs = ((1, self.max_adapters), (extent.num_pages, self.num_pages), (extent.num_rows, self.max_rows))
+        return min(there // needed for needed, there in needs if needed)
 
     def most_needed(self, num_bytes: int, page_bytes: int, max_row_bytes: int) -> Extent:
         """What an adapter of so many bytes takes at most in pages, and its pages' share of all row numbers, which is nearly always

@@ -130,7 +130,7 @@ class AdapterResidency:
         return None
 
     def release(self, key: str) -> None:
-        """Undo one successful `acquire`. No kernel that reads the adapter for this reference may still be running."""
+        """Undo one successful `acquire`, however long after: no kernel may still be running that reads the adapter for it."""
         entry = self._entries.get(key)
         if entry is None or not entry.references:
             raise AssertionError(f"adapter {key} is released but not referenced")

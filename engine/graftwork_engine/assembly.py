@@ -23,7 +23,16 @@ from graftwork_engine.core import EngineCore
 from graftwork_engine.errors import ConfigError, ErrorCode, UnsupportedModel
 from graftwork_engine.kernel_choice import Kernels, choose_kernels
 from graftwork_engine.kv.manager import KVCacheManager
-from graftwork_engine.kv_memory import KvCache, allocate_kv_cache, blocks_that_fit, free_memory
+from graftwork_engine.kv_memory import (
+    KvCache,
+    allocate_kv_cache,
+    blocks_that_fit,
+    free_memory,
+    kv_block_bytes,
+    kv_share,
+    usual_fraction,
+)
+from graftwork_engine.memory_report import adapter_room, what_fits
 from graftwork_engine.model.config import ModelConfig
 from graftwork_engine.model.layers import Placement
 from graftwork_engine.model.llama import Llama
@@ -138,10 +147,13 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     logger.info("%s: %s in %s, loaded in %.1f s", spec.name, spec.architecture, config.dtype, time.monotonic() - started)
 
     waker = _Waker()
-    residency = _residency(config, spec, place.device, waker)
+    pool = _adapter_pool(config, spec, place.device)
+    residency = None if pool is None else _residency(config, spec, pool, waker)
     gate: AdapterGate = NoAdapters() if residency is None else residency
     memory = empty_adapter_memory(model_config.num_sites, place.device) if residency is None else AdapterMemory(*residency.memory)
     kv = _kv_cache(config, model, max_model_len)
+    room = None if pool is None else adapter_room(pool, spec, config.dtype)
+    logger.info("%s", what_fits(kv, max_model_len, room, _left_free(kv, place.device)))
     limits = SchedulerLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
@@ -188,25 +200,41 @@ def _base_spec(config: EngineConfig, model_dir: Path) -> BaseSpec:
         raise UnsupportedModel(str(error)) from error
 
 
-def _residency(
-    config: EngineConfig, spec: BaseSpec, device: torch.device, on_change: Callable[[], None]
-) -> AdapterResidency | None:
-    """Adapter memory and the way into it; None without a store."""
-    if config.store is None or config.cache_dir is None:
+def _adapter_pool(config: EngineConfig, spec: BaseSpec, device: torch.device) -> DevicePool | None:
+    """Adapter memory; None without a store."""
+    if config.store is None:
         return None
     longest_row = longest_row_bytes(spec, config.dtype)
+    try:
+        pool = DevicePool(
+            config.adapter_memory_bytes,
+            len(spec.sites),
+            longest_row,
+            page_bytes=config.adapter_page_bytes,
+            widths=[(site.in_features, site.out_features) for site in spec.sites],
+            device=device,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"adapter memory of {config.adapter_memory_bytes} bytes does not fit beside the weights: {free_memory(device)} bytes "
+            f"are free on {device}; lower adapter_memory_bytes"
+        ) from error
+    if not pool.capacity_bytes:
+        raise ConfigError(
+            f"adapter memory of {config.adapter_memory_bytes} bytes holds no page: one page takes {pool.page_bytes} bytes, and the "
+            f"longest row of an adapter {longest_row}; raise adapter_memory_bytes"
+        )
+    return pool
+
+
+def _residency(config: EngineConfig, spec: BaseSpec, pool: DevicePool, on_change: Callable[[], None]) -> AdapterResidency:
+    """The way into adapter memory."""
+    if config.store is None or config.cache_dir is None:
+        raise AssertionError("an engine with adapter memory has a store and a cache")  # `validate` saw to that
     try:
         fetcher = Fetcher(open_store(config.store), Path(config.cache_dir) / "packed", config.adapter_disk_bytes)
     except AdapterError as error:
         raise ConfigError(str(error)) from error
-    pool = DevicePool(
-        config.adapter_memory_bytes,
-        len(spec.sites),
-        longest_row,
-        page_bytes=config.adapter_page_bytes,
-        widths=[(site.in_features, site.out_features) for site in spec.sites],
-        device=device,
-    )
     return AdapterResidency(
         fetcher,
         pool,
@@ -217,17 +245,33 @@ def _residency(
     )
 
 
-def _kv_cache(config: EngineConfig, model: Llama, max_model_len: int) -> KvCache:
-    """As many blocks as the memory allows, and no more than can be of use."""
-    place = model.place
-    memory = config.kv_memory_bytes or int(free_memory(place.device) * config.kv_memory_fraction)
-    fit = blocks_that_fit(model.config, config.block_size, place.dtype, memory)
-    useful = MAX_KV_ROUNDS * config.max_num_seqs * -(-max_model_len // config.block_size)
-    if config.kv_memory_bytes is None:
-        fit = min(fit, useful)
-    kv = allocate_kv_cache(model.config, fit, config.block_size, place.dtype, place.device)
-    logger.info(
-        "KV memory: %d blocks of %d tokens in %d MiB, room for %.1f requests of the greatest length, %d tokens",
-        *(kv.num_blocks, kv.block_size, kv.num_bytes >> 20, kv.num_tokens / max_model_len, max_model_len),
-    )
-    return kv
+def _kv_cache(config: EngineConfig, model: Llama, max_model_len: int, reserved_bytes: int = 0) -> KvCache:
+    """As many blocks as the memory allows, and no more than can be of use. ``reserved_bytes`` of what is free are left to the step:
+    activations, logits and whatever else its largest takes beyond weights, adapters and blocks.
+    """
+    device, dtype = model.place.device, model.place.dtype
+    if config.kv_memory_bytes is not None:
+        fit = blocks_that_fit(model.config, config.block_size, dtype, config.kv_memory_bytes)
+    else:
+        free, fraction = free_memory(device), config.kv_memory_fraction or usual_fraction(device)
+        whence = f"{fraction:g} of {free} bytes that are free, less {reserved_bytes} for a step"
+        memory = kv_share(free, reserved_bytes, fraction)
+        useful = MAX_KV_ROUNDS * config.max_num_seqs * -(-max_model_len // config.block_size)
+        fit = min(blocks_that_fit(model.config, config.block_size, dtype, memory, whence), useful)
+    try:
+        return allocate_kv_cache(model.config, fit, config.block_size, dtype, device)
+    except torch.OutOfMemoryError as error:
+        wanted = fit * kv_block_bytes(model.config, config.block_size, dtype)
+        raise ConfigError(
+            f"KV memory of {wanted} bytes does not fit: {free_memory(device)} bytes are free on {device}; lower kv_memory_bytes or "
+            "kv_memory_fraction"
+        ) from error
+
+
+def _left_free(kv: KvCache, device: torch.device) -> int | None:
+    """Bytes that are free once all of ``kv`` is used; None where this machine does not tell."""
+    try:
+        free = free_memory(device)
+    except ConfigError:
+        return None
+    return max(0, free - kv.num_bytes) if device.type == "cpu" else free  # see `allocate_kv_cache`

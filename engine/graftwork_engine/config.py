@@ -55,14 +55,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: bool = True
     """Keep the blocks of ended requests findable until their memory is needed."""
 
-    kv_memory_fraction: float = 0.4
-    """Of the memory that is free once the weights are loaded, for KV blocks."""
+    kv_memory_fraction: float | None = None
+    """For KV blocks, of the memory that is free once weights and adapters have theirs and a step has what it needs; None: 0.4 of a
+    machine's, which others want too, and 0.9 of a GPU's."""
 
     kv_memory_bytes: int | None = None
     """For KV blocks; overrides the fraction."""
 
     adapter_memory_bytes: int = 256 * MIB
-    """Device pool that adapters of running requests lie in."""
+    """Device pool that adapters of running requests lie in. Uploads that it could never hold are refused before an engine runs, so
+    it is a size and not a share of what an engine finds free; the engine's log says at start how many adapters it holds."""
 
     adapter_page_bytes: int = 256 * 1024
     """Page of that pool. A row lies within one page, so it bounds the row; small pages waste less at an adapter's end."""
@@ -97,7 +99,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._check_numbers()
         if not (Path(self.model_dir) / "config.json").is_file():
             raise ConfigError(f"model_dir: {self.model_dir} has no config.json; name a folder in Hugging Face's format")
-        if not 0 < self.kv_memory_fraction <= 0.95:
+        if self.kv_memory_fraction is not None and not 0 < self.kv_memory_fraction <= 0.95:
             raise ConfigError(f"kv_memory_fraction is {self.kv_memory_fraction}; choose a number above 0 and up to 0.95")
         if self.adapter_page_bytes % ROW_ALIGNMENT:
             raise ConfigError(f"adapter_page_bytes is {self.adapter_page_bytes}; choose a multiple of {ROW_ALIGNMENT}")

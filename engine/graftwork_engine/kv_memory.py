@@ -10,11 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graftwork_engine import cuda_memory
 from graftwork_engine.errors import ConfigError
 from graftwork_engine.model.config import ModelConfig
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+
+FRACTION_OF_MACHINE, FRACTION_OF_DEVICE = 0.4, 0.9
+"""Of free memory, for KV blocks, unless the configuration says otherwise. A machine's memory is everybody's. A GPU is the engine's
+alone, and a tenth stays for what no measurement of a step foresees, such as pieces too small for what is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,19 @@ def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> i
     return 2 * model.num_layers * model.num_kv_heads * block_size * model.head_dim * dtype.itemsize
 
 
-def blocks_that_fit(model: ModelConfig, block_size: int, dtype: torch.dtype, memory: int) -> int:
-    """How many blocks ``memory`` bytes hold; raises `ConfigError` when it is not even one."""
+def kv_share(free_bytes: int, reserved_bytes: int, fraction: float) -> int:
+    """Bytes for KV blocks: ``fraction`` of what is free beside the ``reserved_bytes`` that a step needs."""
+    return int(max(0, free_bytes - reserved_bytes) * fraction)
+
+
+def blocks_that_fit(model: ModelConfig, block_size: int, dtype: torch.dtype, memory: int, whence: str = "as configured") -> int:
+    """How many blocks ``memory`` bytes hold; raises `ConfigError`, saying ``whence`` the size is, when it is not even one."""
     block = kv_block_bytes(model, block_size, dtype)
     if memory < block:
         raise ConfigError(
-            f"KV memory of {memory} bytes holds no block: one block of {block_size} tokens takes {block} bytes "
-            f"({model.num_layers} layers, {model.num_kv_heads} KV heads of {model.head_dim}, {dtype})"
+            f"KV memory of {memory} bytes ({whence}) holds no block: one block of {block_size} tokens takes {block} bytes "
+            f"({model.num_layers} layers, {model.num_kv_heads} KV heads of {model.head_dim}, {dtype}); raise kv_memory_bytes or "
+            "kv_memory_fraction, or make room by lowering adapter_memory_bytes or max_num_batched_tokens"
         )
     return memory // block
 
@@ -67,9 +78,12 @@ def allocate_kv_cache(
 
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be taken on ``device``: of the GPU, or of this machine within its control group."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return min(_free_on_machine(), _free_in_cgroup())
+    return min(_free_on_machine(), _free_in_cgroup()) if device.type == "cpu" else cuda_memory.free_bytes(device)
+
+
+def usual_fraction(device: torch.device) -> float:
+    """Of the memory that is free on ``device``, for KV blocks, where nobody has said how much."""
+    return FRACTION_OF_MACHINE if device.type == "cpu" else FRACTION_OF_DEVICE
 
 
 def _free_on_machine() -> int:

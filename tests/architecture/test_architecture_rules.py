@@ -104,3 +104,56 @@ def test_nothing_left_to_do() -> None:
         f"{p.relative_to(ROOT)}: {line.strip()}" for p in SOURCES for line in p.read_text().splitlines() if pattern.search(line)
     ]
     assert found == []
+
+
+CUDA_OWNERS = {
+    "adapters/graftwork_adapters/device_copy.py": "pinned buffers, and the stream that adapters are copied on",
+    "engine/graftwork_engine/cuda_memory.py": "how much memory is free",
+    "engine/graftwork_engine/device.py": "which device an engine runs on",
+    "engine/graftwork_engine/graphs.py": "captures a step and replays it",
+    "kernels/graftwork_kernels/triton/cuda.py": "what kernels ask of the device",
+    "kernels/graftwork_kernels/triton/linear.py": "whether plain products can be the device's own library's",
+    "kernels/graftwork_kernels/triton/operators.py": "how many multiprocessors there are",
+    "kernels/graftwork_kernels/triton/timing.py": "the device's own clock",
+}
+"""Product files that may name CUDA, and what each needs of it. All others take a device as they are given it."""
+
+
+def names_cuda(node: ast.AST) -> bool:
+    """`torch.cuda`, `tensor.is_cuda`, `tensor.cuda()`, an import of it, or a comparison with "cuda"."""
+    match node:
+        case ast.Attribute(attr="cuda" | "is_cuda"):
+            return True
+        case ast.Import(names=names):
+            return any(name.name.startswith("torch.cuda") for name in names)
+        case ast.ImportFrom(module=module, names=names):
+            return f"{module}.".startswith("torch.cuda.") or (module == "torch" and any(name.name == "cuda" for name in names))
+        case ast.Compare():
+            return any(isinstance(part, ast.Constant) and part.value == "cuda" for part in ast.walk(node))
+    return False
+
+
+def test_few_files_know_cuda() -> None:
+    found = {str(p.relative_to(ROOT)) for p in SOURCES if any(map(names_cuda, ast.walk(ast.parse(p.read_text()))))}
+    assert found - CUDA_OWNERS.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "is_named"),
+    [
+        ("torch.cuda.synchronize()", True),
+        ("x.is_cuda", True),
+        ("x.cuda()", True),
+        ("import torch.cuda", True),
+        ("from torch import cuda", True),
+        ("from torch.cuda import Stream", True),
+        ('device.type == "cuda"', True),
+        ('device.type in ("cpu", "cuda")', True),
+        ('device: Literal["auto", "cpu", "cuda"]', False),
+        ('"""A cuda device."""', False),
+        ("from graftwork_engine import cuda_memory", False),
+        ('device.type == "cpu"', False),
+    ],
+)
+def test_what_counts_as_naming_cuda(code: str, is_named: bool) -> None:
+    assert any(map(names_cuda, ast.walk(ast.parse(code)))) == is_named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,14 @@ from graftwork_engine import kv_memory
 from graftwork_engine.assembly import EngineAssembly, build_engine
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.errors import ConfigError, ErrorCode, RequestRejected, UnsupportedModel
-from graftwork_engine.kv_memory import allocate_kv_cache, blocks_that_fit, free_memory, kv_block_bytes
+from graftwork_engine.kv_memory import (
+    allocate_kv_cache,
+    blocks_that_fit,
+    free_memory,
+    kv_block_bytes,
+    kv_share,
+    usual_fraction,
+)
 from graftwork_engine.messages import OutItem, Sampling
 from graftwork_engine.model.config import ModelConfig
 from graftwork_engine.request import AdapterKey, Request, RequestId
@@ -175,3 +183,55 @@ def test_the_fraction_takes_its_part_of_what_is_free(build: Callable[..., Engine
     monkeypatch.setattr("graftwork_engine.assembly.free_memory", lambda _: 40 * BLOCK_BYTES)
     assembly = build(kv_memory_bytes=None, kv_memory_fraction=0.25)
     assert assembly.stats()["kv_blocks_total"] == 10
+    assert build(kv_memory_bytes=None).stats()["kv_blocks_total"] == 16
+    with pytest.raises(ConfigError, match=rf"\(0.01 of {40 * BLOCK_BYTES} bytes that are free.*raise kv_memory_bytes or kv_mem"):
+        build(kv_memory_bytes=None, kv_memory_fraction=0.01)
+
+
+def test_what_a_step_needs_is_left_before_the_share_is_taken() -> None:
+    assert kv_share(1000, 200, 0.9) == 720
+    assert kv_share(1000, 0, 0.25) == 250
+    assert kv_share(1000, 1001, 0.9) == 0
+
+
+def test_a_gpu_is_used_for_more_than_a_machine_that_others_share() -> None:
+    assert usual_fraction(torch.device("cpu")) < usual_fraction(torch.device("cuda")) < 1
+
+
+def test_adapter_memory_that_holds_nothing_is_refused(build: Callable[..., EngineAssembly], tmp_path: Path) -> None:
+    """A page is at least the longest row, whatever its size was to be: here of 48 fp32."""
+    sizes: dict[str, object] = {"store": StoreConfig(str(tmp_path / "store")), "adapter_page_bytes": 64}
+    with pytest.raises(ConfigError, match=r"of 128 bytes holds no page: one page takes 192 bytes.*raise adapter_memory_bytes"):
+        build(**sizes, adapter_memory_bytes=128)
+    assert build(**sizes, adapter_memory_bytes=192).residency is not None
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("DevicePool", r"adapter memory of 268435456 bytes does not fit.*777 bytes are free on cpu; lower adapter_memory_bytes"),
+        ("allocate_kv_cache", rf"KV memory of {20 * BLOCK_BYTES} bytes does not fit: 777 bytes are free.*lower kv_memory_bytes"),
+    ],
+)
+def test_a_device_that_refuses_memory_is_a_matter_of_configuration(
+    build: Callable[..., EngineAssembly], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, message: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(f"graftwork_engine.assembly.{what}", refuse)
+    monkeypatch.setattr("graftwork_engine.assembly.free_memory", lambda _: 777)
+    with pytest.raises(ConfigError, match=message):
+        build(store=StoreConfig(str(tmp_path / "store")))
+
+
+def test_a_start_says_in_one_line_what_fits(
+    build: Callable[..., EngineAssembly], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graftwork_engine.assembly.free_memory", lambda _: 20 * BLOCK_BYTES + (3 << 20))
+    with caplog.at_level("INFO", "graftwork_engine.assembly"):
+        build(store=StoreConfig(str(tmp_path / "store")), adapter_memory_bytes=1 << 20, adapter_page_bytes=4096)
+    (line,) = [message for message in caplog.messages if "KV memory" in message]
+    assert "holds 320 tokens in 20 blocks of 16, 2.5 requests of the greatest length, 128 tokens" in line
+    assert re.search(r"1 MiB in 256 pages of 4 KiB holds \d+ adapters of rank 8, \d+ adapters of rank 16 or \d+ adapters of", line)
+    assert line.endswith("on every projection in float32; 3 MiB are left free")

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftwork_adapters import device_pool, packed
+from graftwork_adapters import packed
+from graftwork_adapters.device_copy import HostCopier
 from graftwork_adapters.device_pool import DevicePool
 from graftwork_adapters.direct_copy import DirectCopy
 from graftwork_adapters.fetcher import Fetcher, HostAdapter
@@ -316,23 +317,34 @@ def test_a_load_opens_its_file_once_and_reads_it_in_three_pieces(rig_of, monkeyp
     assert calls == ["open", "read", "read", "rows"]
 
 
-def test_the_number_of_copies_is_that_of_pages_whatever_the_rows(packed_of, monkeypatch) -> None:
+class CountingCopier(HostCopier):
+    """Notes the bytes of each copy."""
+
+    def __init__(self) -> None:
+        self.copied: list[int] = []
+
+    def copy(self, destination, source) -> None:
+        self.copied.append(source.nbytes)
+        super().copy(destination, source)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["pages side by side", "pages apart"])
+def test_the_number_of_copies_depends_on_pages_and_not_on_rows(packed_of, apart) -> None:
     many, few = packed_of("many", (64, 64, 64, 64), row_bytes=(64, 64)), packed_of("few", (8, 8, 8, 8), row_bytes=(512, 512))
     assert many.index.num_rows > 5 * few.index.num_rows
-    real, copied = np.copyto, []
-
-    def count(target, source) -> None:
-        copied.append(source.nbytes)
-        real(target, source)
-
-    monkeypatch.setattr(device_pool.np, "copyto", count)
     for adapter in (many, few):
-        pool = DevicePool(1 << 20, 4, 512, page_bytes=4096)
+        copier = CountingCopier()
+        pool = DevicePool(1 << 20, 4, 512, page_bytes=4096, new_copier=lambda _, copier=copier: copier)
+        if apart:
+            single = [pool.place(Extent(1, 0)) for _ in range(pool.table.num_pages)]
+            for placement in single[::2]:
+                pool.free(placement)
         layout = pool.plan(adapter.index)
-        copied.clear()
         pool.write(pool.place(layout.extent), layout, HostAdapter(adapter.index, adapter.rows))
-        assert len(copied) == layout.extent.num_pages
-        assert sum(copied) == adapter.rows.nbytes
+        *rows, offsets, sites = copier.copied
+        assert len(rows) == (layout.extent.num_pages if apart else 1)
+        assert sum(rows) == adapter.rows.nbytes
+        assert (offsets, sites) == (8 * adapter.index.num_rows, 4 * 6 * 8)
 
 
 def test_a_start_looks_into_none_of_the_files(memory_store, tmp_path, monkeypatch) -> None:

@@ -231,6 +231,33 @@ def test_a_referenced_adapter_is_never_evicted_and_needs_room_says_so(rig_of, ad
     assert rig.residency.acquire(b) is not None
 
 
+def test_a_reference_may_be_given_back_long_after_its_request_ended(rig_of, memory_store, packed_of, kernel_sees, add, tmp_path):
+    """As by an engine that learns only some steps later that a step has ended: until then its adapter lies where it lay."""
+    rig = rig_of(num_pages=6)
+    packed = packed_of("late")
+    late, (other,) = memory_store.add(packed, tmp_path), add("b", 6 * PAGE)
+    index = rig.bring(late)
+    rig.residency.hold(other)
+    for _ in range(3):
+        assert rig.residency.acquire(other) is None
+        rig.run()
+        assert rig.residency.needs_room(other)
+        assert not rig.residency.poll()
+        kernel_sees(rig.residency.memory, index, packed)
+    rig.residency.hold(late)  # and a new request for it starts and ends meanwhile
+    assert rig.residency.acquire(late) == index
+    rig.residency.drop(late)
+    rig.residency.release(late)
+    rig.run()
+    assert rig.residency.needs_room(other)
+    kernel_sees(rig.residency.memory, index, packed)
+    assert_sound(rig.residency, 1, 1)
+    rig.residency.release(late)
+    rig.run()
+    assert rig.residency.acquire(other) is not None
+    assert_sound(rig.residency, 1, 1)
+
+
 def test_two_waiters_for_room_for_one_both_get_their_turn(rig_of, add):
     rig = rig_of(num_pages=1)
     waiting = add("ab")

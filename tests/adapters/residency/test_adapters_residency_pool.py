@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from graftwork_adapters.device_pool import DevicePool
 from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt
 from graftwork_adapters.fetcher import HostAdapter
 from graftwork_adapters.pack import longest_row_bytes
-from graftwork_adapters.page_table import PageTable, plan_pages
+from graftwork_adapters.page_table import PageTable, Placement, page_copies, plan_pages
 
 row_sizes = st.lists(st.integers(1, 8).map(lambda n: n * 64), max_size=60)
 
@@ -94,6 +95,28 @@ def test_integrity_names_what_is_off():
         assert table.discrepancies({"a": replace(placement, **change)}) == found
     table._row_lengths[-1] -= 1
     assert table.discrepancies({"a": placement}) == ["rows end at 15, there are 16"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(row_sizes, st.permutations(range(60)), st.booleans())
+def test_copies_bring_every_byte_of_a_page_to_its_place_and_are_as_few_as_can_be(sizes, pages, ascending):
+    layout = plan_pages(np.array(sizes, dtype=np.int64), 512)
+    own = sorted(pages[: layout.extent.num_pages]) if ascending else pages[: layout.extent.num_pages]
+    copies = page_copies(Placement(0, 0, len(sizes), tuple(own)), layout, 512)
+    moved = {c.to_byte + n: c.from_byte + n for c in copies for n in range(c.num_bytes)}
+    runs = list(zip(own, layout.page_runs, strict=True))
+    assert moved == {page * 512 + n: start + n for page, (start, length) in runs for n in range(length)}
+    assert sum(c.num_bytes for c in copies) == len(moved)
+    assert all(after.to_byte != c.to_byte + c.num_bytes for c, after in itertools.pairwise(copies))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 30), st.integers(0, 20), st.integers(0, 80), st.integers(0, 5))
+def test_as_many_adapters_of_one_kind_fit_as_is_said(size, num_rows, num_pages, max_rows, max_adapters):
+    layout = plan_pages(np.full(num_rows, 64 * size, dtype=np.int64), 512)
+    table = PageTable(num_pages, max_rows, max_adapters)
+    said = table.how_many(layout.extent)
+    assert [table.place(layout.extent) is not None for _ in range(said + 1)] == [True] * said + [False]
 
 
 def pool_of(num_pages: int, **settings) -> DevicePool:
