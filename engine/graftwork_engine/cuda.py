@@ -1,4 +1,4 @@
-"""What the engine asks of CUDA: pinned memory, events, graphs, and how much memory is free. Nothing else in this room names it."""
+"""An engine on a GPU: pinned memory, events and graphs. Knows no requests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from graftwork_engine.graphs import Replay
-from graftwork_engine.step_io import MirrorIo
+from graftwork_engine.batch import StepCapacity
+from graftwork_engine.forward import MakeForward
+from graftwork_engine.graphs import Replay, capturing, graph_sizes
+from graftwork_engine.kernel_choice import Kernels
+from graftwork_engine.step_io import MirrorIo, StepIo
 
 WARM_UP_RUNS = 2
 """Before a capture: the first compiles, and libraries set aside what they need."""
@@ -27,11 +30,6 @@ class CudaFence:
     def wait(self) -> None:
         """See `Fence.wait`. Other threads go on meanwhile."""
         self._event.synchronize()
-
-
-def cuda_io(num_bytes: int, device: torch.device) -> MirrorIo:
-    """The way to a GPU and back; its arrays may take ``num_bytes``."""
-    return MirrorIo(num_bytes, device, Tensor.pin_memory, CudaFence)
 
 
 class CudaCapture:
@@ -54,11 +52,29 @@ class CudaCapture:
         return Replay(graph.replay, output)
 
 
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Device memory that ``run`` needs at its height, beyond what is taken before it."""
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+class Gpu:
+    """A CUDA device. ``use_graphs`` off: every step is called operator by operator, which is slow and tells more when it fails."""
+
+    is_ahead = True
+    compiles = True
+
+    def __init__(self, place: torch.device, *, use_graphs: bool) -> None:
+        self.place = place
+        self._use_graphs = use_graphs
+
+    def step_io(self, num_bytes: int) -> StepIo:
+        """See `graftwork_engine.device.Device`, here and below."""
+        return MirrorIo(num_bytes, self.place, Tensor.pin_memory, CudaFence)
+
+    def make_forward(self, kernels: Kernels, capacity: StepCapacity) -> MakeForward | None:
+        if not self._use_graphs or not kernels.is_capturable:
+            return None
+        return capturing(graph_sizes(min(capacity.num_rows, capacity.num_requests)), CudaCapture())
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        torch.cuda.synchronize(self.place)
+        before = torch.cuda.memory_allocated(self.place)
+        torch.cuda.reset_peak_memory_stats(self.place)
+        run()
+        torch.cuda.synchronize(self.place)
+        return torch.cuda.max_memory_allocated(self.place) - before
