@@ -253,14 +253,13 @@ def decode_step(bench: Bench) -> Figures:
     tokens = torch.arange(rows, device=bench.device)
     requests = attention_step([1] * rows, [context] * rows, blocks, bench.device)
     positions = torch.full((rows,), context - 1, device=bench.device)
-    ops = bench.operators()
-    checked = Operators(ops)
+    ops = Operators(bench.operators())
     group = bench.shape.num_heads // bench.shape.num_kv_heads
 
     def step(memory: AdapterMemory, adapters: AdapterBatch) -> Tensor:
-        planned, planned_requests = ops.plan(memory, adapters, requests, group)
-        batch = ForwardBatch(checked, positions, planned_requests, planned, memory)
-        return model.logits(checked, model.hidden_states(tokens, batch, kv))
+        planned, planned_requests = ops.plan_step(memory, adapters, requests, group)
+        batch = ForwardBatch(ops, positions, planned_requests, planned, memory)
+        return model.logits(ops, model.hidden_states(tokens, batch, kv))
 
     figures: Figures = {}
     base = 0.0

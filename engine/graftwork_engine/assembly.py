@@ -20,6 +20,7 @@ from graftwork_adapters.stores import open_store
 from graftwork_engine.batch import StepCapacity
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.core import EngineCore
+from graftwork_engine.device import resolve_device
 from graftwork_engine.errors import ConfigError, ErrorCode, UnsupportedModel
 from graftwork_engine.kernel_choice import Kernels, choose_kernels
 from graftwork_engine.kv.manager import KVCacheManager
@@ -132,12 +133,12 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     config.validate()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    place = Placement(DTYPES[config.dtype], torch.device(config.device))
+    place = Placement(DTYPES[config.dtype], resolve_device(config.device))
     model_dir = Path(config.model_dir)
     model_config = ModelConfig.from_dir(model_dir)
     max_model_len = _max_model_len(config, model_config)
     spec = _base_spec(config, model_dir)
-    kernels = choose_kernels(config, model_config, max_model_len, place.dtype)
+    kernels = choose_kernels(config, model_config, max_model_len, place)
     ops = kernels.operators()
 
     started = time.monotonic()

@@ -30,8 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the base's weights, activations and KV cache."""
 
-    device: Literal["cpu"] = "cpu"
-    """Where the model runs."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; "auto": on a GPU where torch has one."""
 
     num_threads: int | None = None
     """Threads of one operator on the CPU; None leaves it to torch, which takes the physical cores."""
@@ -74,6 +74,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     adapter_disk_bytes: int = 10 * GIB
     """Disk under ``cache_dir`` for packed adapters that were fetched."""
+
+    max_lora_rank: int = 256
+    """Of any adapter that the store holds: kernels on a GPU have room for so much."""
 
     num_adapter_loaders: int = 4
     """Adapters that are fetched from the store at the same time, and as many that are read from the local disk meanwhile."""
@@ -130,6 +133,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "adapter_page_bytes",
             "adapter_host_bytes",
             "adapter_disk_bytes",
+            "max_lora_rank",
             "num_adapter_loaders",
             "step_limit_s",
         ):

@@ -7,12 +7,11 @@ being longer. Refuses to know models; `graftwork_kernels.probes` says what is ru
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -25,9 +24,12 @@ from graftwork_kernels.choice import (
     CPU,
     FORWARD,
     METHODS,
+    ON_GPU,
     ONEDNN,
     PARTIAL,
     REFERENCE,
+    TRITON,
+    TRITON_FUSED,
     Choice,
     Measured,
     Verdict,
@@ -47,6 +49,8 @@ from graftwork_kernels.cpu.onednn import unavailable as onednn_unavailable
 from graftwork_kernels.cpu.operators import CpuOperators
 from graftwork_kernels.implementation import Implementation
 from graftwork_kernels.probes import Outputs, Probes, Shape, Start, StepSizes
+from graftwork_kernels.timing import ClockTimer, Timer, machine_is_busy, one_thread
+from graftwork_kernels.triton import device as gpu
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +58,11 @@ TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 2
 """How far a result may lie from the reference's, as a part of its own magnitude and of the tensor's root mean square together: sums
 in another order, and up to two roundings to the type. Integers and booleans agree when they are equal."""
 
-RUNS = range(3, 7)
-"""How often an operator is run on one shape; the shortest counts, since the others were held up."""
-
-ENOUGH_S = 0.015
-"""No more runs than the fewest once they have taken this long together, so that a start is not held up by what is slow."""
+LIBRARY_PRODUCTS = frozenset({ONEDNN, TRITON, TRITON_FUSED})
+"""Whose products are a library's, which may round them, or parts of their sums, to the model's type."""
 
 REPLAYED_CALLS = 8
 """Of a native operator of the forward pass, measured together: an engine wakes its threads once for hundreds of them."""
-
-TOO_LONG_S = 1.0
-"""What takes this long is run twice and not three times. Never once: a single reading may be another process's."""
-
-QUIET_S = 0.1
-"""For so long a thread must have nearly all of a processor for itself, if times by the clock are to mean anything."""
 
 
 class ChosenOperators:
@@ -79,7 +74,10 @@ class ChosenOperators:
         self.embedding = linear.embedding
         self.linear = linear.linear
         self.adapter_linear = linear.adapter_linear
-        self.paged_attention = of("paged_attention").paged_attention
+        self.plan_adapters = linear.plan_adapters
+        attention = of("paged_attention")
+        self.paged_attention = attention.paged_attention
+        self.plan_attention = attention.plan_attention
         self.rotary_and_write_kv = of("rotary_and_write_kv").rotary_and_write_kv
         self.rms_norm = of("rms_norm").rms_norm
         self.add_rms_norm = of("add_rms_norm").add_rms_norm
@@ -93,41 +91,53 @@ class ChosenOperators:
         self.token_logprobs = of("token_logprobs").token_logprobs
 
 
-def implementations(issuer: Issuer | None, dtype: torch.dtype) -> dict[str, Implementation]:
-    """Every implementation that this machine has for a model of ``dtype``, by name; those in C++ go through ``issuer``, None where
-    there is no compiler.
+def implementations(issuer: Issuer | None, dtype: torch.dtype, device: torch.device, max_rank: int) -> dict[str, Implementation]:
+    """Every implementation that may be chosen on ``device`` for a model of ``dtype``, by name.
+
+    Those in C++ go through ``issuer``, None where there is no compiler, or no use for one; a GPU's are for adapters of up to
+    ``max_rank``. Interpreted kernels are never among them: they can be pinned, which `implementation` then makes.
     """
     found: dict[str, Implementation] = {REFERENCE: reference}
-    if issuer is not None:
+    if device.type == "cuda":
+        if gpu.unavailable(device) is None:
+            found |= {name: gpu.operators(name, device, max_rank) for name in (TRITON, TRITON_FUSED)}
+    elif issuer is not None:
         found[CPU] = CpuOperators(issuer)
         if onednn_unavailable(dtype) is None:
             found[ONEDNN] = OneDnnOperators(issuer)
     return found
 
 
-def implementation(choice: Choice, issuer: Issuer | None) -> Implementation:
-    """The operators of ``choice``; those in C++ go through ``issuer``."""
+def implementation(choice: Choice, issuer: Issuer | None, device: torch.device, max_rank: int) -> Implementation:
+    """The operators of ``choice`` on ``device``; see `implementations`."""
     found: dict[str, Implementation] = {REFERENCE: reference}
     if issuer is not None:
         found |= {CPU: CpuOperators(issuer), ONEDNN: OneDnnOperators(issuer)}
+    found |= {name: gpu.operators(name, device, max_rank) for name in ON_GPU.intersection(choice.names.values())}
     chosen = {operator: found[name] for operator, name in choice.names.items()}
     if issuer is not None and choice.onednn_rows is not None:
         chosen["linear"] = OneDnnOperators(issuer, choice.onednn_rows)
     return ChosenOperators(chosen.__getitem__)
 
 
-def conditions(sizes: StepSizes, found: Mapping[str, Implementation], fingerprint: str) -> dict[str, str]:
-    """All that what is measured depends on. ``fingerprint`` is that of the compiled library, "" without one."""
+def conditions(sizes: StepSizes, found: Mapping[str, Implementation], fingerprint: str, device: torch.device) -> dict[str, str]:
+    """All that what is measured on ``device`` depends on. ``fingerprint`` is that of the compiled library, "" without one."""
     return {
-        "machine": machine(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "threads": str(torch.get_num_threads()),
+        **(gpu.facts(device) if device.type == "cuda" else _facts_of_cpu()),
         "torch": torch.__version__,
         "graftwork": version("graftwork"),
         "library": fingerprint,
         "implementations": ", ".join(found),
         "python": _python_digest(),
         **{name: str(value) for name, value in asdict(sizes).items()},
+    }
+
+
+def _facts_of_cpu() -> dict[str, str]:
+    return {
+        "machine": machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "threads": str(torch.get_num_threads()),
     }
 
 
@@ -144,38 +154,43 @@ def choose(
     sizes: StepSizes,
     found: Mapping[str, Implementation],
     *,
+    device: torch.device,
     folder: Path,
     fingerprint: str = "",
     pins: Mapping[str, str] | None = None,
     unavailable: Mapping[str, str] | None = None,
+    timer: Timer | None = None,
     clock: Callable[[], float] = time.perf_counter,
     thread_clock: Callable[[], float] = time.thread_time,
     is_busy: Callable[[], bool] | None = None,
 ) -> Choice:
     """Which implementation of ``found`` each operator is to have; one of them is the reference.
 
-    What is measured is kept in ``folder`` and not measured again under the same `conditions`. On a busy machine the processor time
-    of one thread is measured, which others cannot take; that is kept as provisional, used by later starts on a busy machine, and
-    replaced by the first on a quiet one. ``pins`` maps operators (or "all") to implementations; ``unavailable`` says why this
-    machine lacks one. Raises `graftwork_kernels.choice.BadPin`.
+    What is measured is kept in ``folder`` and not measured again under the same `conditions`. A CPU that is busy is measured by the
+    processor time of one thread, which others cannot take; that is kept as provisional, used by later starts on a busy machine, and
+    replaced by the first on a quiet one. A GPU has a ``timer`` of its own, and nobody asks what the CPU does meanwhile.
+    ``pins`` maps operators (or "all") to implementations; ``unavailable`` says why one cannot be had here. Raises
+    `graftwork_kernels.choice.BadPin`.
     """
     pins = pins or {}
     check_pins(pins, unavailable or {})
     if len(found) == 1 or len(pinned(pins)) == len(METHODS):
         return decide({}, pins)
-    where = conditions(sizes, found, fingerprint)
+    where = conditions(sizes, found, fingerprint, device)
     file = choice_file(folder, where)
     kept = read_measured(file)
     if kept is not None and any(not set(verdict.cost) <= set(found) for verdict in kept.verdicts.values()):
         kept = None
     source = f"as {file.name} has it"
     if kept is None or kept.is_provisional:
-        if not (is_busy or machine_is_busy)():
-            kept, source = _measure_quiet(sizes, found, clock)
+        if timer is None and device.type == "cuda":
+            timer = gpu.GraphTimer(device)
+        if timer is not None or not (is_busy or machine_is_busy)():
+            kept, source = _measure_quiet(sizes, found, timer or ClockTimer(clock), device)
             _keep(file, where, kept)
         elif kept is None:
-            with _one_thread():
-                kept = Measured(measure(sizes, found, thread_clock), is_provisional=True)
+            with one_thread():
+                kept = Measured(measure(sizes, found, ClockTimer(thread_clock), device), is_provisional=True)
             source = "provisional: measured on one thread, since the machine is busy, until a start finds it quiet"
             _keep(file, where, kept)
         else:
@@ -185,9 +200,13 @@ def choose(
     return choice
 
 
-def _measure_quiet(sizes: StepSizes, found: Mapping[str, Implementation], clock: Callable[[], float]) -> tuple[Measured, str]:
+def _measure_quiet(
+    sizes: StepSizes, found: Mapping[str, Implementation], timer: Timer, device: torch.device
+) -> tuple[Measured, str]:
     started = time.monotonic()
-    measured = Measured(measure(sizes, found, clock))
+    measured = Measured(measure(sizes, found, timer, device))
+    if device.type == "cuda":
+        gpu.release(device)
     return measured, f"measured in {time.monotonic() - started:.1f} s"
 
 
@@ -197,36 +216,24 @@ def _keep(file: Path, where: Mapping[str, str], measured: Measured) -> None:
         write_measured(file, where, measured)
 
 
-def machine_is_busy() -> bool:
-    """Whether other processes take this thread's processor away. Threads that wait for each other are then slow at anything."""
-    started, used = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - started < QUIET_S:
-        pass
-    return time.thread_time() - used < 0.9 * (time.perf_counter() - started)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @torch.inference_mode()
-def measure(sizes: StepSizes, found: Mapping[str, Implementation], clock: Callable[[], float]) -> dict[str, Verdict]:
-    """Time every implementation of every operator on every kind of step."""
+def measure(sizes: StepSizes, found: Mapping[str, Implementation], timer: Timer, device: torch.device) -> dict[str, Verdict]:
+    """Time every implementation of every operator on every kind of step, on ``device``."""
+    failures: tuple[type[Exception], ...] = (RuntimeError, ValueError, IndexError, TypeError, *gpu.compile_errors(device))
     verdicts = {}
-    for operator, start in Probes(sizes, splits_linear=ONEDNN in found):
+    for operator, start in Probes(sizes, device, splits_linear=ONEDNN in found):
         candidates = {name: one for name, one in found.items() if PARTIAL.get(name, operator) == operator}
-        verdicts[operator] = _judge(operator, start, candidates, sizes.dtype, clock)
+        verdicts[operator] = _judge(operator, start, candidates, sizes.dtype, timer, failures)
     return verdicts
 
 
 def _judge(
-    operator: str, start: Start, found: Mapping[str, Implementation], dtype: torch.dtype, clock: Callable[[], float]
+    operator: str,
+    start: Start,
+    found: Mapping[str, Implementation],
+    dtype: torch.dtype,
+    timer: Timer,
+    failures: tuple[type[Exception], ...],
 ) -> Verdict:
     seconds: dict[str, dict[str, float]] = {}
     dropped: dict[str, str] = {}
@@ -234,20 +241,20 @@ def _judge(
     truth = start(found[REFERENCE])
     expected: dict[Shape, Outputs] = {}
     for name in (REFERENCE, *(name for name in found if name != REFERENCE)):
-        rounded = dtype if name == ONEDNN else torch.float32
+        rounded = dtype if operator == "linear" and name in LIBRARY_PRODUCTS else torch.float32
         times: dict[str, float] = {}
         try:
             runs = truth if name == REFERENCE else start(found[name])
             for shape, run in runs.items():
-                times[shape.name], outputs = _time(run, clock)
+                times[shape.name], outputs = timer.time(run)
                 if name == REFERENCE:
                     expected[shape] = outputs
                 elif (reason := difference(outputs, expected[shape], rounded)) is not None:
                     dropped[name] = f"{shape.name}: {reason}"
                     break
                 if operator in FORWARD and (replay := _replay(start, found[name], shape)) is not None:
-                    times[shape.name] = _time(replay, clock)[0] / REPLAYED_CALLS
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                    times[shape.name] = timer.time(replay)[0] / REPLAYED_CALLS
+        except failures as error:
             if name == REFERENCE:
                 raise
             dropped[name] = f"it fails: {error}"
@@ -289,19 +296,6 @@ def _replay(start: Start, implementation: Implementation, shape: Shape) -> Calla
 def _cost(seconds: Mapping[str, Mapping[str, float]], name: str, shares: Mapping[str, float]) -> float:
     base = seconds[REFERENCE]
     return sum(share * seconds[name][shape] / base[shape] for shape, share in shares.items()) / sum(shares.values())
-
-
-def _time(run: Callable[[], Outputs], clock: Callable[[], float]) -> tuple[float, Outputs]:
-    """The shortest of a few runs, and what the first gave; operators that work in place change it afterwards."""
-    started = clock()
-    outputs = run()
-    times = [clock() - started]
-    outputs = tuple(output.clone() for output in outputs)
-    while len(times) < 2 or (len(times) < RUNS.stop and sum(times) < (TOO_LONG_S if len(times) < RUNS.start else ENOUGH_S)):
-        started = clock()
-        run()
-        times.append(clock() - started)
-    return max(min(times), 1e-9), outputs
 
 
 def difference(outputs: Outputs, expected: Outputs, rounded: torch.dtype = torch.float32) -> str | None:

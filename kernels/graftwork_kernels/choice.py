@@ -21,15 +21,21 @@ logger = logging.getLogger(__name__)
 REFERENCE = "reference"
 CPU = "cpu"
 ONEDNN = "onednn"
-NAMES = (REFERENCE, CPU, ONEDNN)
+TRITON = "triton"
+TRITON_FUSED = "triton_fused"
+NAMES = (REFERENCE, CPU, ONEDNN, TRITON, TRITON_FUSED)
 """Implementations that exist; what a machine has of them is another matter."""
 
-PARTIAL: Mapping[str, str] = {ONEDNN: "linear"}
+PARTIAL: Mapping[str, str] = {ONEDNN: "linear", TRITON_FUSED: "linear"}
 """Implementations that have something of their own for one operator alone."""
 
+ON_GPU = frozenset({TRITON, TRITON_FUSED})
+"""Those that a CUDA graph can hold: none of their operators waits for the device, or reads on the host what lies there."""
+
 METHODS: Mapping[str, tuple[str, ...]] = {
-    "linear": ("prepare_weight", "embedding", "linear", "adapter_linear"),  # they share a prepared weight
-    "paged_attention": ("paged_attention",),
+    # Those of a linear share a prepared weight; what is planned is read by those that planned it.
+    "linear": ("prepare_weight", "embedding", "linear", "adapter_linear", "plan_adapters"),
+    "paged_attention": ("paged_attention", "plan_attention"),
     "rotary_and_write_kv": ("rotary_and_write_kv",),
     "rms_norm": ("rms_norm",),
     "add_rms_norm": ("add_rms_norm",),
@@ -73,6 +79,10 @@ class Choice:
         """Whether all of ``operators`` are of the compiled library, so that a pass of nothing else can be recorded and replayed."""
         return all(self.names[operator] == CPU for operator in operators)
 
+    def is_capturable(self, operators: Collection[str]) -> bool:
+        """Whether all of ``operators`` are kernels of a GPU, so that a CUDA graph can hold a pass of nothing else."""
+        return all(self.names[operator] in ON_GPU for operator in operators)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -90,8 +100,13 @@ class Verdict:
     failed: frozenset[str] = frozenset()
 
     def fastest(self) -> str:
-        """The implementation with the lowest cost; of equals, the first by name. OneDNN is asked for by `onednn_rows`."""
-        return min(self.cost.keys() - {ONEDNN}, key=lambda name: (self.cost[name], name))
+        """The implementation with the lowest cost; of equals, the first by name. OneDNN is asked for by `onednn_rows`.
+
+        On a GPU the reference is what is left where every kernel was dropped, and is never taken for its speed: it reads on the
+        host, and one such operator ends the captured step for all.
+        """
+        names = self.cost.keys() - {ONEDNN}
+        return min(names & ON_GPU or names, key=lambda name: (self.cost[name], name))
 
     def onednn_rows(self) -> int | None:
         """The fewest rows measured from which on oneDNN is so much faster than C++ that leaving the recorded pass is worth it; None
@@ -113,7 +128,7 @@ class Measured:
 
 
 def check_pins(pins: Mapping[str, str], unavailable: Mapping[str, str]) -> None:
-    """Raises `BadPin`. ``unavailable`` says for an implementation why this machine does not have it."""
+    """Raises `BadPin`. ``unavailable`` says of an implementation why it cannot be had on this machine's device."""
     for operator, name in pins.items():
         if operator != ALL and operator not in METHODS:
             raise BadPin(f"kernel {operator}={name}: there is no operator {operator}; there are {ALL}, {', '.join(METHODS)}")
@@ -122,7 +137,7 @@ def check_pins(pins: Mapping[str, str], unavailable: Mapping[str, str]) -> None:
         if PARTIAL.get(name, operator) != operator:
             raise BadPin(f"kernel {operator}={name}: {name} is for {PARTIAL[name]} alone")
         if name in unavailable:
-            raise BadPin(f"kernel {operator}={name}: this machine does not have it: {unavailable[name]}")
+            raise BadPin(f"kernel {operator}={name}: it cannot be had here: {unavailable[name]}")
 
 
 def pinned(pins: Mapping[str, str]) -> dict[str, str]:

@@ -18,10 +18,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graftwork_kernels.checks import check_dtype, check_even_last_dim, check_float, check_last_dim, check_shape
+from graftwork_kernels.checks import (
+    check_adapters,
+    check_caches,
+    check_dtype,
+    check_entries,
+    check_even_last_dim,
+    check_float,
+    check_last_dim,
+    check_linear,
+    check_logits,
+    check_norm,
+    check_requests,
+    check_shape,
+    check_vocabulary,
+)
 from graftwork_kernels.implementation import Implementation
 from graftwork_kernels.layout import (
-    NUM_SITE_FIELDS,
     AdapterBatch,
     AdapterMemory,
     AttentionBatch,
@@ -45,7 +58,7 @@ class Operators:
         Semantics: ``weight * cast(x / sqrt(mean(x**2, -1) + eps))``: normalised in fp32, cast to x's type, then multiplied in that
         type, the order Hugging Face's Llama has. x float [..., H], weight [H] of x's type → [..., H]. Batch-invariant.
         """
-        _check_norm(x, weight, x.dtype)
+        check_norm(x, weight, x.dtype)
         return self._implementation.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -55,7 +68,7 @@ class Operators:
         before the weight is multiplied. None for the residual, where nothing came before, is 0. x float [..., H] of the weight's
         type or fp32, residual fp32 (a stream of many layers loses what a bf16 sum rounds away). Batch-invariant.
         """
-        _check_norm(x, weight, weight.dtype if x.dtype == torch.float32 else x.dtype)
+        check_norm(x, weight, weight.dtype if x.dtype == torch.float32 else x.dtype)
         if residual is not None:
             check_dtype("residual", residual, torch.float32)
             check_shape("residual", residual, *x.shape)
@@ -86,7 +99,7 @@ class Operators:
         check_float("q", q)
         check_even_last_dim("q", q)
         check_shape("q", q, None, None, None)
-        num_kv_heads, head_dim = _check_caches(k_cache, v_cache)
+        num_kv_heads, head_dim = check_caches(k_cache, v_cache)
         num_rows = q.shape[0]
         check_shape("q", q, num_rows, None, head_dim)
         for name, tensor in (("k", k), ("v", v)):
@@ -139,13 +152,11 @@ class Operators:
         """
         check_float("q", q)
         check_shape("q", q, None, None, None)
-        num_kv_heads, head_dim = _check_caches(k_cache, v_cache)
+        num_kv_heads, head_dim = check_caches(k_cache, v_cache)
         check_last_dim("q", q, head_dim)
         if q.shape[1] % num_kv_heads:
             raise ValueError(f"q: {q.shape[1]} heads do not divide among {num_kv_heads} key and value heads")
-        num_requests = batch.context_len.numel()
-        check_shape("batch.query_start", batch.query_start, num_requests + 1)
-        check_shape("batch.block_table", batch.block_table, num_requests, None)
+        check_requests(batch)
         return self._implementation.paged_attention(q, k_cache, v_cache, batch, scale)
 
     def prepare_weight(self, weight: Tensor) -> Weight:
@@ -177,7 +188,7 @@ class Operators:
         Batch-invariant in the `cpu` implementation; not in the reference, in `onednn` and in `triton`, whose libraries pick their
         kernel by the number of rows. In `onednn`, with x in bf16, the product is rounded to bf16 before the bias is added.
         """
-        _check_linear(x, weight, bias)
+        check_linear(x, weight, bias)
         return self._implementation.linear(x, weight, bias, x.dtype if out_dtype is None else out_dtype)
 
     def adapter_linear(
@@ -215,23 +226,29 @@ class Operators:
         fp32 rounding, on how many rows of the same adapter are in the step. It never depends on rows of others: their weights,
         ranks and values never meet.
         """
-        _check_linear(x, weight, bias)
-        check_shape("batch.token_adapter", batch.token_adapter, x.shape[0])
-        check_shape("batch.permutation", batch.permutation, x.shape[0])
-        check_shape("batch.segment_start", batch.segment_start, x.shape[0] + 1)
-        check_shape("batch.segment_adapter", batch.segment_adapter, x.shape[0])
-        check_shape("batch.num_segments", batch.num_segments, 1)
-        check_dtype("batch.permutation", batch.permutation, torch.int64)
-        for name in ("token_adapter", "segment_start", "segment_adapter", "num_segments"):
-            check_dtype(f"batch.{name}", getattr(batch, name), torch.int32)
-        check_dtype("memory.pool", memory.pool, torch.uint8)
-        check_dtype("memory.row_offset", memory.row_offset, torch.int64)
-        check_dtype("memory.sites", memory.sites, torch.int64)
-        check_shape("memory.sites", memory.sites, None, None, NUM_SITE_FIELDS)
+        check_linear(x, weight, bias)
+        check_adapters(memory, batch, x.shape[0])
         for site in sites:
             if not (0 <= site.index < memory.sites.shape[1] and 0 <= site.start <= site.start + site.size <= weight.out_features):
                 raise ValueError(f"sites: {site} lies outside {memory.sites.shape[1]} sites or {weight.out_features} columns")
         return self._implementation.adapter_linear(x, weight, bias, memory, batch, sites, out_dtype or x.dtype)
+
+    def plan_step(
+        self, memory: AdapterMemory, adapters: AdapterBatch, requests: AttentionBatch, group: int
+    ) -> tuple[AdapterBatch, AttentionBatch]:
+        """The batches of a step with whatever lists of work its implementation reads in every linear and every attention: made
+        once a step, where each of them would else make its own. ``group``: query heads for each head of the cache.
+
+        Semantics: none; `adapter_linear` and `paged_attention` give the same bits with what comes back as without it. It is for
+        this memory and this group, until one of them or a batch is written. Launches nothing that a captured graph cannot hold
+        where none of the two operators does.
+        """
+        check_adapters(memory, adapters, adapters.token_adapter.numel())
+        check_requests(requests)
+        if group < 1:
+            raise ValueError(f"group: expected a query head at least for each head of the cache, got {group}")
+        implementation = self._implementation
+        return implementation.plan_adapters(memory, adapters), implementation.plan_attention(requests, group)
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         """Which rows a token can be drawn from.
@@ -239,7 +256,7 @@ class Operators:
         Semantics: ``isfinite(max(logits, -1))``, where the maximum of a row that holds NaN is NaN: false for a row with NaN or +inf
         anywhere, and for one with nothing but -inf. fp32 [R, V], V ≥ 1 → bool [R]. Batch-invariant.
         """
-        _check_logits(logits)
+        check_logits(logits)
         return self._implementation.finite_rows(logits)
 
     def apply_logit_bias(self, logits: Tensor, bias: LogitBias) -> None:
@@ -248,8 +265,8 @@ class Operators:
         Semantics, for each entry e of row r: ``logits[r, token_id[e]] += value[e]``. fp32 [R, V]; a row without entries keeps every
         bit. Entries of one row with the same token: either may win. Batch-invariant.
         """
-        _check_logits(logits)
-        _check_entries("bias", bias.row_start, bias.token_id, logits.shape[0])
+        check_logits(logits)
+        check_entries("bias", bias.row_start, bias.token_id, logits.shape[0])
         check_dtype("bias.value", bias.value, torch.float32)
         check_shape("bias.value", bias.value, bias.token_id.numel())
         self._implementation.apply_logit_bias(logits, bias)
@@ -268,9 +285,9 @@ class Operators:
         alone. fp32 [R, V]; a row without entries keeps every bit. Entries of one row with the same token: either may win.
         Batch-invariant.
         """
-        _check_logits(logits)
+        check_logits(logits)
         num_rows = logits.shape[0]
-        _check_entries("penalties", penalties.row_start, penalties.token_id, num_rows)
+        check_entries("penalties", penalties.row_start, penalties.token_id, num_rows)
         check_dtype("penalties.output_count", penalties.output_count, torch.int32)
         check_shape("penalties.output_count", penalties.output_count, penalties.token_id.numel())
         for name, column in (
@@ -299,7 +316,7 @@ class Operators:
         vocabulary and the filters. Where a filter's edge lies within rounding of a token (2e-6 of top_p or min_p), either side is
         right. A row that is not one of `finite_rows` draws a meaningless id in range. Batch-invariant.
         """
-        _check_logits(logits)
+        check_logits(logits)
         for name, column in (
             ("temperature", batch.temperature),
             ("top_k", batch.top_k),
@@ -332,58 +349,9 @@ class Operators:
         int64 [R, num_top], fp32 [R, num_top]. Batch-invariant.
         """
         check_float("logits", logits)
-        _check_vocabulary(logits)
+        check_vocabulary(logits)
         check_dtype("token_ids", token_ids, torch.int64)
         check_shape("token_ids", token_ids, logits.shape[0])
         if not 0 <= num_top <= logits.shape[1]:
             raise ValueError(f"num_top: expected 0 to {logits.shape[1]}, got {num_top}")
         return self._implementation.token_logprobs(logits, token_ids, num_top)
-
-
-def _check_logits(logits: Tensor) -> None:
-    check_dtype("logits", logits, torch.float32)
-    _check_vocabulary(logits)
-
-
-def _check_vocabulary(logits: Tensor) -> None:
-    check_shape("logits", logits, None, None)
-    if logits.shape[1] == 0:
-        raise ValueError(f"logits: expected a token at least, got {tuple(logits.shape)}")
-
-
-def _check_entries(name: str, row_start: Tensor, token_id: Tensor, num_rows: int) -> None:
-    """Lists of tokens for each row, laid end to end."""
-    check_dtype(f"{name}.row_start", row_start, torch.int32)
-    check_shape(f"{name}.row_start", row_start, num_rows + 1)
-    check_dtype(f"{name}.token_id", token_id, torch.int32)
-    check_shape(f"{name}.token_id", token_id, None)
-
-
-def _check_norm(x: Tensor, weight: Tensor, weight_dtype: torch.dtype) -> None:
-    check_float("x", x)
-    check_float("weight", weight)
-    check_dtype("weight", weight, weight_dtype)
-    check_shape("weight", weight, None)
-    check_last_dim("x", x, weight.shape[0])
-
-
-def _check_caches(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int]:
-    """Heads and head dimension of a pair of caches."""
-    check_float("k_cache", k_cache)
-    check_shape("k_cache", k_cache, None, None, None, None)
-    check_dtype("v_cache", v_cache, k_cache.dtype)
-    check_shape("v_cache", v_cache, *k_cache.shape)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not cache.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor")
-    return k_cache.shape[1], k_cache.shape[3]
-
-
-def _check_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> None:
-    check_float("x", x)
-    if weight.dtype != x.dtype:
-        raise ValueError(f"weight: expected {x.dtype}, got {weight.dtype}")
-    check_shape("x", x, None, weight.in_features)
-    if bias is not None:
-        check_float("bias", bias)
-        check_shape("bias", bias, weight.out_features)

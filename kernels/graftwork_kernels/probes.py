@@ -104,10 +104,11 @@ def between(shapes: list[Shape]) -> list[Shape]:
 
 
 class Probes:
-    """Builds the inputs of one operator at a time, always the same. ``splits_linear``: linears are measured `between` too."""
+    """Builds the inputs of one operator at a time, the same on any ``device``. ``splits_linear``: linears are measured `between`
+    too."""
 
-    def __init__(self, sizes: StepSizes, *, splits_linear: bool = False) -> None:
-        self._sizes = sizes
+    def __init__(self, sizes: StepSizes, device: torch.device, *, splits_linear: bool = False) -> None:
+        self._sizes, self._device = sizes, device
         self._shapes = shapes_of(sizes)
         more = between(self._shapes) if splits_linear else []
         self._linear_shapes = sorted([*self._shapes, *more], key=lambda shape: shape.num_rows)
@@ -136,10 +137,10 @@ class Probes:
             yield operator, make()
 
     def _randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(shape, generator=self._random).to(dtype or self._sizes.dtype)
+        return torch.randn(shape, generator=self._random).to(self._device, dtype or self._sizes.dtype)
 
     def _randint(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.randint(high, shape, generator=self._random).to(dtype)
+        return torch.randint(high, shape, generator=self._random).to(self._device, dtype)
 
     def _linear(self) -> Start:
         """A layer's linears, each row with one of a few adapters, the head over what is drawn from, and the embedding."""
@@ -157,9 +158,10 @@ class Probes:
         inputs = [self._randn(self._most, width) for width, _ in widths]
         token_ids = self._randint(head_rows, self._most)
         memory = self._adapter_memory(widths)
-        batches = {shape: _adapter_batch(shape) for shape in self._linear_shapes}
+        unplanned = {shape: _adapter_batch(shape, self._device) for shape in self._linear_shapes}
 
         def start(implementation: Implementation) -> Mapping[Shape, Callable[[], Outputs]]:
+            batches = {shape: implementation.plan_adapters(memory, batch) for shape, batch in unplanned.items()}
             *weights, head = [implementation.prepare_weight(matrix) for matrix in matrices]
 
             def once(shape: Shape) -> Outputs:
@@ -192,11 +194,14 @@ class Probes:
                     sites[adapter, site, first_row] = len(offsets)
                     stride = -(-row_bytes(row_type, width) // ROW_ALIGNMENT) * ROW_ALIGNMENT
                     rows = torch.zeros((_RANK, stride // dtype.itemsize), dtype=dtype)
-                    rows[:, :width] = self._randn(_RANK, width) / 4 / width**0.5
+                    # What is added is a part of the product's size that no rounding hides.
+                    values = torch.randn((_RANK, width), generator=self._random) / 4
+                    rows[:, :width] = values / width**0.5 if first_row is SiteField.A_ROW else values
                     pieces.append(rows.view(torch.uint8).flatten())
                     offsets += range(end, end + _RANK * stride, stride)
                     end += _RANK * stride
-        return AdapterMemory(torch.cat(pieces), torch.tensor(offsets), sites)
+        memory = torch.cat(pieces), torch.tensor(offsets), sites
+        return AdapterMemory(*(tensor.to(self._device) for tensor in memory))
 
     def _caches(self) -> tuple[Tensor, Tensor]:
         """Blocks enough for a context, and for every row of a step to have a place of its own."""
@@ -216,9 +221,9 @@ class Probes:
         q, k, v = self._packed_qkv()
         keys, values = self._caches()
         angles = torch.rand(self._most, self._sizes.head_dim // 2, generator=self._random)
-        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        positions = torch.arange(self._most)
-        slots = torch.randperm(self._most, generator=self._random)
+        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self._device)
+        positions = torch.arange(self._most, device=self._device)
+        slots = torch.randperm(self._most, generator=self._random).to(self._device)
 
         def start(implementation: Implementation) -> Mapping[Shape, Callable[[], Outputs]]:
             mine = keys.clone(), values.clone()
@@ -236,10 +241,13 @@ class Probes:
         q, _, _ = self._packed_qkv()
         q = q.contiguous()
         keys, values = self._caches()
-        batches = {shape: _attention_batch(shape, keys.shape[0], self._sizes.block_size) for shape in self._shapes}
+        unplanned = {shape: _attention_batch(shape, keys.shape[0], self._sizes.block_size, self._device) for shape in self._shapes}
         scale = self._sizes.head_dim**-0.5
+        group = self._sizes.num_heads // self._sizes.num_kv_heads
 
         def start(implementation: Implementation) -> Mapping[Shape, Callable[[], Outputs]]:
+            batches = {shape: implementation.plan_attention(batch, group) for shape, batch in unplanned.items()}
+
             def once(shape: Shape) -> Outputs:
                 return (implementation.paged_attention(q[: shape.num_rows], keys, values, batches[shape], scale),)
 
@@ -284,7 +292,8 @@ class Probes:
         each = min(entries_each, self._sizes.vocab_size)
         spread = torch.arange(each) * (self._sizes.vocab_size // each)
         tokens = (spread + torch.arange(shape.num_rows).unsqueeze(1)) % self._sizes.vocab_size
-        return torch.arange(0, (shape.num_rows + 1) * each, each, dtype=torch.int32), tokens.flatten().to(torch.int32)
+        row_start = torch.arange(0, (shape.num_rows + 1) * each, each, dtype=torch.int32, device=self._device)
+        return row_start, tokens.flatten().to(self._device, torch.int32)
 
     def _apply_logit_bias(self) -> Start:
         logits, biases = self._logits, {}
@@ -308,7 +317,9 @@ class Probes:
         for shape in self._sampled:
             row_start, token_id = self._entries(shape, _NUM_PENALISED)
             counts = self._randint(3, token_id.numel(), dtype=torch.int32)
-            repetition, frequency, presence = (torch.full((shape.num_rows,), value) for value in (1.1, 0.5, 0.2))
+            repetition, frequency, presence = (
+                torch.full((shape.num_rows,), value, device=self._device) for value in (1.1, 0.5, 0.2)
+            )
             penalties[shape] = Penalties(row_start, token_id, counts, repetition, frequency, presence)
 
         def start(implementation: Implementation) -> Mapping[Shape, Callable[[], Outputs]]:
@@ -330,16 +341,18 @@ class Probes:
 
     def _sampling_batch(self, num_rows: int) -> SamplingBatch:
         def cycle(*values: float) -> Tensor:
-            return torch.tensor(values).repeat(-(-num_rows // len(values)))[:num_rows]
+            return torch.tensor(values, device=self._device).repeat(-(-num_rows // len(values)))[:num_rows]
+
+        rows = torch.arange(num_rows, device=self._device)
 
         return SamplingBatch(
             temperature=cycle(0.8, 0.0, 0.8, 1.0),
             top_k=cycle(0, 0, 50, 0).to(torch.int32),
             top_p=cycle(0.9, 1.0, 0.9, 1.0),
-            min_p=torch.zeros(num_rows),
-            seed=torch.arange(num_rows) + 1,
-            choice=torch.zeros(num_rows, dtype=torch.int32),
-            position=torch.arange(num_rows, dtype=torch.int32),
+            min_p=torch.zeros_like(rows, dtype=torch.float32),
+            seed=rows + 1,
+            choice=torch.zeros_like(rows, dtype=torch.int32),
+            position=rows.to(torch.int32),
         )
 
     def _philox_uniform(self) -> Start:
@@ -367,19 +380,20 @@ def _each(shapes: list[Shape], once: Callable[[Shape], Outputs]) -> dict[Shape, 
     return {shape: (lambda shape=shape: once(shape)) for shape in shapes}  # type: ignore[misc]
 
 
-def _adapter_batch(shape: Shape) -> AdapterBatch:
-    return build_adapter_batch([request % _NUM_ADAPTERS for request in range(shape.num_requests) for _ in range(shape.query_len)])
+def _adapter_batch(shape: Shape, device: torch.device) -> AdapterBatch:
+    adapters = [request % _NUM_ADAPTERS for request in range(shape.num_requests) for _ in range(shape.query_len)]
+    return build_adapter_batch(adapters, device)
 
 
-def _attention_batch(shape: Shape, num_blocks: int, block_size: int) -> AttentionBatch:
+def _attention_batch(shape: Shape, num_blocks: int, block_size: int, device: torch.device) -> AttentionBatch:
     """Requests with a context of the same length, in the same blocks, each in an order of its own."""
     context = max(shape.query_len, min(_CONTEXT, num_blocks * block_size))
-    blocks = torch.arange(num_blocks, dtype=torch.int32)
+    blocks = torch.arange(num_blocks, dtype=torch.int32, device=device)
     return AttentionBatch(
-        query_start=torch.arange(0, shape.num_rows + 1, shape.query_len, dtype=torch.int32),
-        context_len=torch.full((shape.num_requests,), context, dtype=torch.int32),
+        query_start=torch.arange(0, shape.num_rows + 1, shape.query_len, dtype=torch.int32, device=device),
+        context_len=torch.full((shape.num_requests,), context, dtype=torch.int32, device=device),
         block_table=torch.stack([blocks.roll(request) for request in range(shape.num_requests)]),
-        kv_slot=torch.full((shape.num_rows,), -1),
+        kv_slot=torch.full((shape.num_rows,), -1, device=device),
         max_query_len=shape.query_len,
         max_context_len=context,
     )

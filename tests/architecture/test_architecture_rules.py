@@ -61,6 +61,7 @@ def test_room_lists_in_pyproject_equal_the_folders() -> None:
         ("graftwork_engine.sched.scheduler", ["torch", "transformers", "triton"]),
         ("graftwork_engine.kv.manager", ["torch", "transformers", "triton"]),
         ("graftwork_engine.core", ["torch", "transformers", "triton"]),
+        ("graftwork_engine.assembly", ["triton"]),
         ("graftwork_engine.client", ["torch", "transformers", "triton"]),
         ("graftwork_platform.app", ["torch", "transformers", "triton", "peft"]),
         ("graftwork_platform.serve.api_process", ["torch", "transformers", "triton", "peft"]),

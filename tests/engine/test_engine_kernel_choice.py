@@ -15,12 +15,14 @@ from graftwork_engine.config import EngineConfig
 from graftwork_engine.errors import ConfigError
 from graftwork_engine.kernel_choice import Kernels, choose_kernels, kernel_dir
 from graftwork_engine.model.config import ModelConfig, RopeConfig
+from graftwork_engine.model.layers import Placement
 from graftwork_kernels import reference
 from graftwork_kernels.choice import METHODS, Choice
 from graftwork_kernels.cpu.build import CompilerMissing, default_cache_dir
 from graftwork_kernels.cpu.library import Library
 from graftwork_kernels.ops import Operators
 from graftwork_kernels.probes import StepSizes
+from graftwork_kernels.triton import device as gpu
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -42,6 +44,8 @@ MODEL = ModelConfig(
     eos_token_ids=(),
 )
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
 Chooser = Callable[..., Kernels]
 
 
@@ -49,11 +53,13 @@ Chooser = Callable[..., Kernels]
 def choose(tmp_path: Path) -> Chooser:
     (tmp_path / "config.json").write_text("{}")
 
-    def choosing(max_model_len: int = 128, dtype: torch.dtype = torch.float32, **settings: object) -> Kernels:
+    def choosing(
+        max_model_len: int = 128, dtype: torch.dtype = torch.float32, on: torch.device = CPU, **settings: object
+    ) -> Kernels:
         defaults = {"model_dir": str(tmp_path), "kernel_dir": str(tmp_path / "kernels"), "max_num_batched_tokens": 16}
         config = msgspec.convert({**defaults, **settings}, EngineConfig)
         config.validate()
-        return choose_kernels(config, MODEL, max_model_len, dtype)
+        return choose_kernels(config, MODEL, max_model_len, Placement(dtype, on))
 
     return choosing
 
@@ -76,7 +82,7 @@ def test_without_a_compiler_torch_serves_and_one_line_says_what_to_install(
 
 
 def test_a_pin_that_needs_a_compiler_is_refused_with_the_reason(choose: Chooser, no_compiler: None) -> None:
-    with pytest.raises(ConfigError, match=r"kernel sample=cpu: this machine does not have it: no C\+\+ compiler"):
+    with pytest.raises(ConfigError, match=r"kernel sample=cpu: it cannot be had here: no C\+\+ compiler"):
         choose(kernels={"sample": "cpu"})
     with pytest.raises(ConfigError, match=r"kernel linear=onednn: .* it needs the compiled operators: no C\+\+ compiler"):
         choose(kernels={"linear": "onednn"})
@@ -86,7 +92,7 @@ def test_a_pin_that_needs_other_instructions_is_refused_with_the_reason(
     choose: Chooser, shared_kernels: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernel_choice, "onednn_unavailable", lambda dtype: f"no instructions for {dtype}")
-    with pytest.raises(ConfigError, match=r"kernel linear=onednn: this machine does not have it: no instructions for torch.bfloat"):
+    with pytest.raises(ConfigError, match=r"kernel linear=onednn: it cannot be had here: no instructions for torch.bfloat"):
         choose(dtype=torch.bfloat16, kernel_dir=str(shared_kernels), kernels={"linear": "onednn"})
     assert "plain torch" not in caplog.text
 
@@ -176,3 +182,96 @@ def test_compiled_kernels_are_used_and_kept(
     again = choose(kernel_dir=str(shared_kernels), kernels={"rms_norm": "cpu", "sample": "reference"})
     assert again.choice == first.choice
     assert [r.getMessage() for r in caplog.records if "compiled by" in r.getMessage() or "measured in" in r.getMessage()] == []
+
+
+# On a GPU, which the tests' machine lacks
+
+
+@pytest.fixture
+def on_gpu(choose: Chooser, no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> Chooser:
+    """Choose for one whose kernels can be compiled; all that is not named was chosen to be its kernels."""
+    monkeypatch.setattr(gpu, "unavailable", lambda _: None)
+    monkeypatch.setattr(gpu, "operators", lambda *_: reference)
+    monkeypatch.setattr(gpu, "keep_compiled_in", lambda _: None)
+
+    def choosing(names: dict[str, str], **settings: object) -> Kernels:
+        choice = Choice(dict.fromkeys(METHODS, "triton") | names)
+        monkeypatch.setattr(kernel_choice, "choose", lambda *_, **__: choice)
+        return choose(on=CUDA, **settings)
+
+    return choosing
+
+
+def test_a_gpus_kernels_need_no_compiler_and_can_be_captured(on_gpu: Chooser, caplog: pytest.LogCaptureFixture) -> None:
+    kernels = on_gpu({"linear": "triton_fused", "sample": "reference"})
+    assert (kernels.library, kernels.recorder(), kernels.packs_twice) == (None, None, False)
+    assert kernels.is_capturable
+    assert (kernels.device, kernels.max_rank) == (CUDA, 256)
+    assert isinstance(kernels.operators(), Operators)
+    assert caplog.records == []
+
+
+def test_a_pass_with_an_operator_of_the_reference_is_called_and_says_so(on_gpu: Chooser, caplog: pytest.LogCaptureFixture) -> None:
+    assert not on_gpu({"paged_attention": "reference"}).is_capturable
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert warning.endswith("these are not kernels of the GPU: paged_attention")
+
+
+def test_a_gpu_is_measured_as_a_gpu_and_keeps_what_it_compiles(choose: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+    seen: dict[str, object] = {}
+
+    def choosing(sizes: StepSizes, found: dict[str, object], **settings: object) -> Choice:
+        seen.update(settings, found=list(found))
+        return Choice(dict.fromkeys(METHODS, "triton"))
+
+    monkeypatch.setattr(gpu, "unavailable", lambda _: None)
+    monkeypatch.setattr(gpu, "operators", lambda *_: reference)
+    monkeypatch.setattr(gpu, "keep_compiled_in", folders.append)
+    monkeypatch.setattr(kernel_choice, "choose", choosing)
+    choose(on=CUDA, max_lora_rank=32, kernel_dir="/kernels")
+    assert folders == [Path("/kernels/triton")]
+    assert seen["device"] == CUDA
+    assert seen["found"] == ["reference", "triton", "triton_fused"]
+    assert seen["unavailable"] == dict.fromkeys(("cpu", "onednn"), "it runs on the CPU, and the engine's device is cuda")
+
+
+def test_a_gpu_refuses_pins_to_the_cpus_kernels(choose: Chooser, no_compiler: None) -> None:
+    with pytest.raises(
+        ConfigError, match="kernel all=cpu: it cannot be had here: it runs on the CPU, and the engine's device is cuda"
+    ):
+        choose(on=CUDA, kernels={"all": "cpu"})
+
+
+def test_a_gpu_under_the_interpreter_serves_with_torch_and_says_why(
+    choose: Chooser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels = choose(on=CUDA)
+    assert set(kernels.choice.names.values()) == {"reference"}
+    assert "every operator runs in plain torch, which takes several times as long" in caplog.text
+    assert "TRITON_INTERPRET is set" in caplog.text
+    with pytest.raises(ConfigError, match="kernel linear=triton_fused: it cannot be had here: TRITON_INTERPRET is set"):
+        choose(on=CUDA, kernels={"linear": "triton_fused"})
+
+
+# Interpreted, on a CPU
+
+
+def test_pinned_to_interpreted_kernels_nothing_is_compiled(
+    choose: Chooser, no_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = choose(kernels={"all": "triton", "linear": "triton_fused"})
+    assert set(kernels.choice.names.values()) == {"triton", "triton_fused"}
+    assert (kernels.library, kernels.is_capturable, caplog.records) == (None, False, [])
+    x = torch.randn(3, 32)
+    expected = reference.rms_norm(x, torch.ones(32), 1e-6)
+    torch.testing.assert_close(kernels.operators().rms_norm(x, torch.ones(32), 1e-6), expected)
+
+
+def test_interpreted_kernels_are_refused_unless_they_are_asked_for(choose: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(
+        ConfigError, match="kernel all=triton: it cannot be had here: its kernels are a GPU's; on a CPU they are inte"
+    ):
+        choose(kernels={"all": "triton"})

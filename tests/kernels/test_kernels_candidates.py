@@ -16,6 +16,7 @@ from graftwork_kernels.cpu.library import Library
 from graftwork_kernels.cpu.operators import CpuOperators
 from graftwork_kernels.implementation import Implementation
 from graftwork_kernels.probes import Probes, StepSizes, shapes_of
+from graftwork_kernels.timing import ClockTimer
 
 SIZES = StepSizes(
     hidden_size=32,
@@ -29,6 +30,9 @@ SIZES = StepSizes(
     max_requests=8,
     dtype=torch.float32,
 )
+
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -62,7 +66,7 @@ def test_what_is_not_finite_agrees_with_its_like_alone(value: float) -> None:
 def test_choice_becomes_operators(cpu_library: Library) -> None:
     choice = Choice({operator: "cpu" if operator in ("linear", "sample") else "reference" for operator in METHODS})
     issuer = Immediate(cpu_library)
-    made, parts = implementation(choice, issuer), implementations(issuer, torch.float32)
+    made, parts = implementation(choice, issuer, CPU, 64), implementations(issuer, torch.float32, CPU, 64)
     assert isinstance(made, ChosenOperators)
     for operator, methods in METHODS.items():
         for method in methods:
@@ -78,7 +82,7 @@ def test_the_compiled_operators_agree_on_every_probe(
     cpu_library: Library, dtype: torch.dtype, limits: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     sizes = replace(SIZES, dtype=dtype, **limits)
-    verdicts = measure(sizes, implementations(Immediate(cpu_library), dtype), time.perf_counter)
+    verdicts = measure(sizes, implementations(Immediate(cpu_library), dtype, CPU, 64), ClockTimer(), CPU)
     assert set(verdicts) == set(METHODS)
     assert {operator: dict(v.dropped) for operator, v in verdicts.items() if v.dropped} == {}
 
@@ -87,7 +91,7 @@ def test_every_operator_is_probed_on_every_kind_of_step() -> None:
     shapes = [(shape.num_requests, shape.query_len) for shape in shapes_of(SIZES)]
     assert shapes == [(1, 1), (8, 1), (1, 40)]
     assert sum(shape.share for shape in shapes_of(SIZES)) == pytest.approx(1)
-    for operator, start in Probes(SIZES):
+    for operator, start in Probes(SIZES, CPU):
         runs = start(reference)
         assert len(runs) == (3 if operator in FORWARD else 2)
         assert all(output.numel() for run in runs.values() for output in run())
@@ -106,7 +110,7 @@ class SlowToWake(Immediate):
 def test_a_forward_pass_is_judged_by_what_it_costs_recorded(cpu_library: Library) -> None:
     """Called one by one its small operators would lose to torch, and the recording with them."""
     found = {"reference": reference, "cpu": CpuOperators(SlowToWake(cpu_library))}
-    verdicts = measure(SIZES, found, time.perf_counter)
+    verdicts = measure(SIZES, found, ClockTimer(), CPU)
     called = {
         (operator, shape)
         for operator, verdict in verdicts.items()
@@ -119,5 +123,5 @@ def test_a_forward_pass_is_judged_by_what_it_costs_recorded(cpu_library: Library
 
 def test_what_cannot_be_recorded_is_measured_as_it_is_called(cpu_library: Library) -> None:
     sizes = replace(SIZES, dtype=torch.float16)
-    verdict = measure(sizes, {"reference": reference, "cpu": CpuOperators(Immediate(cpu_library))}, time.perf_counter)["linear"]
+    verdict = measure(sizes, {"reference": reference, "cpu": CpuOperators(Immediate(cpu_library))}, ClockTimer(), CPU)["linear"]
     assert verdict.seconds["cpu"].keys() == verdict.rows.keys()

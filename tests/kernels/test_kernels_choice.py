@@ -16,11 +16,7 @@ import pytest
 import torch
 
 from graftwork_kernels import reference
-from graftwork_kernels.candidates import (
-    RUNS,
-    choose,
-    measure,
-)
+from graftwork_kernels.candidates import choose, measure
 from graftwork_kernels.choice import (
     FORWARD,
     METHODS,
@@ -33,6 +29,7 @@ from graftwork_kernels.choice import (
 )
 from graftwork_kernels.implementation import Implementation
 from graftwork_kernels.probes import DECODE_ROWS, StepSizes, shapes_of
+from graftwork_kernels.timing import RUNS, ClockTimer
 
 SIZES = StepSizes(
     hidden_size=32,
@@ -46,6 +43,9 @@ SIZES = StepSizes(
     max_requests=8,
     dtype=torch.float32,
 )
+
+
+CPU = torch.device("cpu")
 
 
 class Clock:
@@ -71,7 +71,7 @@ class Timed:
         def timed(*arguments: torch.Tensor) -> object:
             self.calls[method] = self.calls.get(method, 0) + 1
             result = function(*arguments)
-            if method != "prepare_weight":
+            if method not in ("prepare_weight", "plan_adapters", "plan_attention"):
                 self._clock.now += self._seconds(method, arguments[0].shape[0])
             return result
 
@@ -97,7 +97,7 @@ def run(clock: Clock, base: Timed, tmp_path: Path) -> Chooser:
 
     def choosing(cpu: Timed | None, **more: object) -> Choice:
         found = {"reference": base} | ({} if cpu is None else {"cpu": cpu})
-        return choose(SIZES, found, **{"folder": tmp_path, "clock": clock, "is_busy": lambda: False, **more})  # type: ignore[arg-type]
+        return choose(SIZES, found, **{"device": CPU, "folder": tmp_path, "clock": clock, "is_busy": lambda: False, **more})  # type: ignore[arg-type]
 
     return choosing
 
@@ -235,7 +235,7 @@ def test_the_log_has_one_table_with_every_time(run: Chooser, clock: Clock, caplo
 
 def test_little_is_repeated_of_what_takes_long(clock: Clock) -> None:
     quick, slow = Timed(clock, lambda *_: 1e-6), Timed(clock, lambda *_: 1.0)
-    measure(SIZES, {"reference": quick, "cpu": slow}, clock)  # type: ignore[dict-item]
+    measure(SIZES, {"reference": quick, "cpu": slow}, ClockTimer(clock), CPU)  # type: ignore[dict-item]
     shapes = len(shapes_of(SIZES))
     assert quick.calls["rms_norm"] == RUNS.stop * shapes
     assert slow.calls["rms_norm"] == 2 * shapes, "once is no measurement"
@@ -250,7 +250,7 @@ def test_the_shortest_run_counts(clock: Clock) -> None:
         return 1e-4 if calls.count(method) % RUNS.stop == 3 else 2e-3
 
     found = {"reference": Timed(clock, lambda *_: 1e-4), "cpu": Timed(clock, seconds)}
-    assert measure(SIZES, found, clock)["rms_norm"].cost["cpu"] == pytest.approx(1)  # type: ignore[arg-type]
+    assert measure(SIZES, found, ClockTimer(clock), CPU)["rms_norm"].cost["cpu"] == pytest.approx(1)  # type: ignore[arg-type]
 
 
 # What is kept
@@ -340,7 +340,7 @@ def test_other_conditions_are_measured_anew(
 ) -> None:
     def start(sizes: StepSizes = SIZES, fingerprint: str = "a", name: str = "cpu") -> int:
         found: dict[str, Implementation] = {"reference": base, name: faster(clock)}  # type: ignore[dict-item]
-        choose(sizes, found, folder=tmp_path, fingerprint=fingerprint, clock=clock, is_busy=lambda: False)
+        choose(sizes, found, device=CPU, folder=tmp_path, fingerprint=fingerprint, clock=clock, is_busy=lambda: False)
         return base.calls["rms_norm"]
 
     before = start()

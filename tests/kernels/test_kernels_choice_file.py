@@ -48,10 +48,10 @@ def test_table_of_nothing_measured_names_what_was_pinned() -> None:
     [
         ({"attention": "cpu"}, r"there is no operator attention; there are all, linear, paged_attention, .*, token_logprobs"),
         ({"linear": "gpu"}, "there is no implementation gpu; there are reference, cpu, onednn"),
-        ({"linear": "onednn"}, "kernel linear=onednn: this machine does not have it: no bf16"),
+        ({"linear": "onednn"}, "kernel linear=onednn: it cannot be had here: no bf16"),
         ({"sample": "onednn"}, "kernel sample=onednn: onednn is for linear alone"),
         ({"all": "onednn"}, "kernel all=onednn: onednn is for linear alone"),
-        ({"all": "cpu"}, "kernel all=cpu: this machine does not have it: no compiler"),
+        ({"all": "cpu"}, "kernel all=cpu: it cannot be had here: no compiler"),
     ],
 )
 def test_pins_to_what_there_is_not_are_refused(pins: dict[str, str], says: str) -> None:

@@ -26,6 +26,7 @@ from graftwork_kernels.cpu.issue import Immediate
 from graftwork_kernels.cpu.library import Library
 from graftwork_kernels.layout import WeightLayout
 from graftwork_kernels.probes import Probes, StepSizes, between, shapes_of
+from graftwork_kernels.timing import ClockTimer
 
 SIZES = StepSizes(
     hidden_size=16,
@@ -40,6 +41,7 @@ SIZES = StepSizes(
     dtype=torch.float32,
 )
 
+CPU = torch.device("cpu")
 ROWS = {"decode 1": 1, "decode 8": 8, "decode 32": 32, "prefill 128": 128, "prefill 512": 512}
 WINS, LOSES = 0.9 / RECORDED_HANDICAP, 1.1 / RECORDED_HANDICAP
 """OneDNN's time in C++'s: better, and not better, by more than what is recorded gains."""
@@ -131,7 +133,7 @@ def test_one_kind_of_step_lies_between_streams_and_a_chunk() -> None:
     assert rows(max_rows=2048, max_requests=64) == [256]
     assert rows(max_rows=64) == [22]
     assert rows(max_rows=8) == rows(max_rows=1, max_requests=1) == rows(max_rows=33, max_requests=32) == []
-    for operator, start in Probes(SIZES, splits_linear=True):
+    for operator, start in Probes(SIZES, CPU, splits_linear=True):
         if operator in ("linear", "rms_norm"):
             assert [shape.num_rows for shape in start(reference)] == [1, 8, *([22] if operator == "linear" else []), 64]
 
@@ -170,7 +172,7 @@ def test_it_is_measured_for_linears_alone_and_kept(tmp_path: Path, caplog: pytes
     }
 
     def start(**more: object) -> Choice:
-        return choose(SIZES, found, folder=tmp_path, clock=clock, is_busy=lambda: False, **more)  # type: ignore[arg-type]
+        return choose(SIZES, found, device=CPU, folder=tmp_path, clock=clock, is_busy=lambda: False, **more)  # type: ignore[arg-type]
 
     choice = start()
     assert (choice.names["linear"], choice.onednn_rows) == ("cpu", 22)
@@ -192,7 +194,7 @@ def test_a_file_without_numbers_of_rows_is_measured_again(tmp_path: Path, caplog
     found = {"reference": Timed(clock, lambda rows: 1.0 * rows), "cpu": Timed(clock, lambda rows: 0.1 * rows)}
 
     def start() -> Choice:
-        return choose(SIZES, found, folder=tmp_path, clock=clock, is_busy=lambda: False)  # type: ignore[arg-type]
+        return choose(SIZES, found, device=CPU, folder=tmp_path, clock=clock, is_busy=lambda: False)  # type: ignore[arg-type]
 
     choice, before = start(), clock.now
     (file,) = tmp_path.glob("choice-*.json")
@@ -212,24 +214,24 @@ def test_bf16_is_allowed_for_where_the_product_was_rounded_to_it() -> None:
 
 
 def test_the_linears_that_this_machine_has_agree_on_every_probe(cpu_library: Library) -> None:
-    found = implementations(Immediate(cpu_library), torch.float32)
+    found = implementations(Immediate(cpu_library), torch.float32, CPU, 64)
     assert set(found) == {"reference", "cpu", "onednn"}
     clock = Clock()
-    verdicts = measure(SIZES, found, clock)
+    verdicts = measure(SIZES, found, ClockTimer(clock), CPU)
     assert verdicts["linear"].dropped == {}
     assert set(verdicts["linear"].cost) == set(found)
     assert set(verdicts["rms_norm"].cost) == {"reference", "cpu"}
 
 
 def test_without_instructions_or_a_compiler_it_is_no_candidate(cpu_library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(implementations(None, torch.float32)) == {"reference"}
+    assert set(implementations(None, torch.float32, CPU, 64)) == {"reference"}
     monkeypatch.setattr(candidates, "onednn_unavailable", lambda _: "no bf16")
-    assert set(implementations(Immediate(cpu_library), torch.bfloat16)) == {"reference", "cpu"}
+    assert set(implementations(Immediate(cpu_library), torch.bfloat16, CPU, 64)) == {"reference", "cpu"}
 
 
 @pytest.mark.parametrize(("name", "from_rows", "packs"), [("cpu", None, False), ("cpu", 8, True), ("onednn", None, True)])
 def test_only_what_needs_them_has_weights_twice(cpu_library: Library, name: str, from_rows: int | None, packs: bool) -> None:
     choice = Choice({operator: name if operator == "linear" else "cpu" for operator in METHODS}, from_rows)
-    weight = implementation(choice, Immediate(cpu_library)).prepare_weight(torch.randn(6, 5))
+    weight = implementation(choice, Immediate(cpu_library), CPU, 64).prepare_weight(torch.randn(6, 5))
     assert weight.layout is WeightLayout.PANELS
     assert (weight.large is not None) == packs

@@ -7,7 +7,6 @@ ends of rows is the same. (The machine with 16 lanes and pairs goes through all 
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from graftwork_kernels.cpu.operators import CpuOperators
 from graftwork_kernels.layout import LinearSite, RowType
 from graftwork_kernels.ops import Operators
 from graftwork_kernels.probes import StepSizes
+from graftwork_kernels.timing import ClockTimer
 
 MACHINES = [(4, 0), (16, 0)]
 TYPES = [torch.float32, torch.bfloat16]
@@ -64,7 +64,7 @@ def sizes(dtype: torch.dtype, head_dim: int) -> StepSizes:
 @pytest.mark.parametrize("head_dim", [10, 64])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_operator_agrees_with_the_reference(cpu: CpuOperators, dtype: torch.dtype, head_dim: int) -> None:
-    verdicts = measure(sizes(dtype, head_dim), {"reference": reference, "cpu": cpu}, time.perf_counter)
+    verdicts = measure(sizes(dtype, head_dim), {"reference": reference, "cpu": cpu}, ClockTimer(), torch.device("cpu"))
     assert {operator: verdict.dropped for operator, verdict in verdicts.items() if verdict.dropped} == {}
     assert all(verdict.seconds["cpu"] for verdict in verdicts.values())
 

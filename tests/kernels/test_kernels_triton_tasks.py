@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 from graftwork_kernels.adapter_batch import build_adapter_batch
-from graftwork_kernels.layout import NUM_SITE_FIELDS, AdapterMemory, AttentionBatch, LinearSite, SiteField, Weight
+from graftwork_kernels.layout import NUM_SITE_FIELDS, AdapterMemory, AttentionBatch, SiteField
 from graftwork_kernels.triton.adapter_tasks import NUM_ADAPTER_TILES, NUM_SHRINKS, NUM_TILES, TILE_RANKS, TILE_ROWS
 from graftwork_kernels.triton.attention import CHUNK, KEYS, MOST_CHUNKS, PREFILL_ROWS, plan_attention
 from graftwork_kernels.triton.linear import AdapterLauncher, Form
@@ -102,18 +101,3 @@ def test_attention_tasks_are_those_made_by_hand():
     assert tasks.first_tile.diff().tolist() == expected_tiles
     assert tasks.first_chunk[0] == tasks.first_tile[0] == 0
     assert max(expected_chunks) <= MOST_CHUNKS
-
-
-def test_a_plan_made_beforehand_gives_the_same_bits(make_interpreted, many_ranks):
-    """What an engine does once a step instead of once a linear."""
-    ops = make_interpreted(Form.TWO)
-    batch = build_adapter_batch([0, 3, -1, 1, 3, 2, 4])
-    x, weight, sites = torch.randn(7, 70), Weight.plain(torch.randn(70, 70)), (LinearSite(0, 0, 20), LinearSite(1, 20, 50))
-    requests = attention_batch([1, 3, 3], [5, 3, 9])
-    planned, planned_requests = ops.plan(many_ranks, batch, requests, 2)
-    assert planned.tasks is not None
-    assert planned_requests.tasks is not None
-    alone = ops.adapter_linear(x, weight, None, many_ranks, batch, sites, x.dtype)
-    assert torch.equal(ops.adapter_linear(x, weight, None, many_ranks, planned, sites, x.dtype), alone)
-    other = ops.adapter_linear(x, weight, None, many_ranks, replace(batch, tasks=planned.tasks), sites, x.dtype)
-    assert torch.equal(other, alone)

@@ -195,4 +195,7 @@ def test_serve_tells_publishing_the_engines_adapter_memory(
     (plan,) = plans
     settings = decode_config(encode_config(ApiConfig(plan.settings, "ipc://engine"))).settings
     assert settings.publish.memory == ServingMemory(1 << 20, 4096, plan.engine.adapter_host_bytes)
-    assert settings.publish.max_rank == 8
+    assert settings.publish.max_rank == plan.engine.max_lora_rank == 8
+    assert plan.engine.device == "auto"
+    command.serve(model=real_base, data_dir=tmp_path, device="cuda")
+    assert plans[1].engine.device == "cuda"

@@ -135,7 +135,7 @@ def build_library(cache_dir: Path, sources: Path = SOURCES) -> Path:
     """
     compiler = find_compiler()
     try:
-        folder = _private_folder(cache_dir)
+        folder = private_folder(cache_dir)
         found = _lookup(folder, _fingerprint(compiler, FLAGS, sources))
         if found is not None:
             return found
@@ -147,8 +147,8 @@ def build_library(cache_dir: Path, sources: Path = SOURCES) -> Path:
         raise CacheUnusable(f"{cache_dir} cannot hold compiled kernels: {error.strerror or error}") from error
 
 
-def _private_folder(path: Path) -> Path:
-    """``path``, made where it is missing, if nobody else can put a file there."""
+def private_folder(path: Path) -> Path:
+    """``path``, made where it is missing, if nobody else can put a file there. Raises `CacheUnusable` and OSError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = path.resolve()
     _refuse_foreign(folder)

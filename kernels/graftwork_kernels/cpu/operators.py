@@ -75,6 +75,12 @@ class CpuOperators:
     ) -> Tensor:
         return linear.adapter_linear(self.issuer, x, weight, bias, memory, batch, sites, out_dtype)
 
+    def plan_adapters(self, memory: AdapterMemory, batch: AdapterBatch) -> AdapterBatch:  # noqa: ARG002 - the implementations'
+        return batch
+
+    def plan_attention(self, batch: AttentionBatch, group: int) -> AttentionBatch:  # noqa: ARG002 - the implementations'
+        return batch
+
     def finite_rows(self, logits: Tensor) -> Tensor:
         return sampling.finite_rows(self.issuer, logits)
 

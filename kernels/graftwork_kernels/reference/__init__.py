@@ -3,9 +3,9 @@
 The module itself is an `graftwork_kernels.implementation.Implementation`.
 """
 
-from graftwork_kernels.reference.attention import paged_attention, rotary_and_write_kv
+from graftwork_kernels.reference.attention import paged_attention, plan_attention, rotary_and_write_kv
 from graftwork_kernels.reference.elementwise import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
-from graftwork_kernels.reference.linear import adapter_linear, embedding, linear, prepare_weight
+from graftwork_kernels.reference.linear import adapter_linear, embedding, linear, plan_adapters, prepare_weight
 from graftwork_kernels.reference.penalties import apply_logit_bias, apply_penalties, finite_rows
 from graftwork_kernels.reference.philox import philox_uniform
 from graftwork_kernels.reference.sampling import sample, token_logprobs
@@ -21,6 +21,8 @@ __all__ = [
     "linear",
     "paged_attention",
     "philox_uniform",
+    "plan_adapters",
+    "plan_attention",
     "prepare_weight",
     "rms_norm",
     "rotary_and_write_kv",

@@ -64,6 +64,11 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
     return out
 
 
+def plan_attention(batch: AttentionBatch, group: int) -> AttentionBatch:  # noqa: ARG001 - the implementations' signature
+    """See `graftwork_kernels.ops.Operators.plan_step`: nothing is planned."""
+    return batch
+
+
 def _attend_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, context_len: Tensor, block_table: Tensor, scale: float) -> Tensor:
     """One query row a request: q [n, Hq, D], context_len int64 [n], block_table [n, max_blocks]."""
     num_rows, num_heads, head_dim = q.shape

@@ -70,6 +70,11 @@ def adapter_linear(
     return product.to(out_dtype)
 
 
+def plan_adapters(memory: AdapterMemory, batch: AdapterBatch) -> AdapterBatch:  # noqa: ARG001 - the implementations' signature
+    """See `graftwork_kernels.ops.Operators.plan_step`: nothing is planned."""
+    return batch
+
+
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ in fp32, x fp32 [T, in]."""
     if weight.dtype == torch.float32:

@@ -47,17 +47,6 @@ class TritonOperators:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         return cls(PROGRAMS_PER_PROCESSOR * processors, max_rank, form=form)
 
-    def plan(
-        self, memory: AdapterMemory, adapters: AdapterBatch, requests: AttentionBatch, group: int
-    ) -> tuple[AdapterBatch, AttentionBatch]:
-        """The same batches with this step's tasks, which else every linear and attention makes for itself. ``group``: query heads
-        for each head of the cache.
-        """
-        return (
-            dataclasses.replace(adapters, tasks=self._add_adapters.plan(memory, adapters)),
-            dataclasses.replace(requests, tasks=attention.plan_attention(requests, group)),
-        )
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `graftwork_kernels.ops.Operators`, here and below."""
         return elementwise.rms_norm(x, weight, eps)
@@ -107,6 +96,16 @@ class TritonOperators:
         out_dtype: torch.dtype,
     ) -> Tensor:
         return self._add_adapters(x, weight, bias, memory, batch, sites, out_dtype)
+
+    def plan_adapters(self, memory: AdapterMemory, batch: AdapterBatch) -> AdapterBatch:
+        if not len(batch.token_adapter) or not memory.sites.shape[0]:  # linears of the base alone, which have no tasks
+            return batch
+        return dataclasses.replace(batch, tasks=self._add_adapters.plan(memory, batch))
+
+    def plan_attention(self, batch: AttentionBatch, group: int) -> AttentionBatch:
+        if not len(batch.context_len):
+            return batch
+        return dataclasses.replace(batch, tasks=attention.plan_attention(batch, group))
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         return penalties.finite_rows(logits)

@@ -96,6 +96,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = DEFAULT_PORT,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights, activations and KV cache.")] = "bfloat16",
+    device: options.Device = "auto",
     adapter_memory: Annotated[int | None, typer.Option(metavar="BYTES", help="Device pool for adapters.")] = None,
     adapter_host_memory: Annotated[int | None, typer.Option(metavar="BYTES", help="Host cache for adapters.")] = None,
     adapter_page: Annotated[int | None, typer.Option(metavar="BYTES", help="Page of the device pool.")] = None,
@@ -147,6 +148,7 @@ def serve(
             object_store=options.store_config(object_store, s3_endpoint, s3_region, s3_path_style, s3_ca_bundle),
         )
         chosen: dict[str, object] = {
+            "device": device,
             "adapter_memory_bytes": adapter_memory,
             "adapter_host_bytes": adapter_host_memory,
             "adapter_page_bytes": adapter_page,
@@ -157,6 +159,7 @@ def serve(
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "num_threads": threads,
+            "max_lora_rank": max_lora_rank,
             "kernels": options.kernel_pins(kernel or []),
             "kernel_dir": None if kernel_dir is None else str(kernel_dir.absolute()),
         }

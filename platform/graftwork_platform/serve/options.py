@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -35,6 +35,9 @@ S3CaBundle = Annotated[
 ]
 SecretsDir = Annotated[
     Path | None, typer.Option("--secrets-dir", help="Folder of the server's secrets; DATA_DIR/secrets by default.")
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where the model runs; auto: on a GPU where torch has one.")
 ]
 KernelDir = Annotated[
     Path | None, typer.Option("--kernel-dir", help="Folder of compiled kernels; DATA_DIR/cache/kernels by default.")
