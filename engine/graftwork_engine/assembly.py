@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,10 +17,10 @@ from graftwork_adapters.fetcher import Fetcher
 from graftwork_adapters.pack import longest_row_bytes
 from graftwork_adapters.residency import AdapterResidency
 from graftwork_adapters.stores import open_store
-from graftwork_engine.batch import StepCapacity
+from graftwork_engine.ahead import AheadCore
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.core import EngineCore
-from graftwork_engine.device import resolve_device
+from graftwork_engine.device import Device, open_device
 from graftwork_engine.errors import ConfigError, ErrorCode, UnsupportedModel
 from graftwork_engine.kernel_choice import Kernels, choose_kernels
 from graftwork_engine.kv.manager import KVCacheManager
@@ -42,6 +42,7 @@ from graftwork_engine.model.registry import build_model
 from graftwork_engine.runner import ModelRunner
 from graftwork_engine.sched.plan import AdapterFailure, AdapterGate
 from graftwork_engine.sched.scheduler import Scheduler, SchedulerLimits
+from graftwork_engine.warm_up import GREEDIEST, StepLimits, warm_up
 from graftwork_kernels.layout import AdapterMemory, empty_adapter_memory
 from graftwork_kernels.ops import Operators
 
@@ -133,7 +134,8 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     config.validate()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    place = Placement(DTYPES[config.dtype], resolve_device(config.device))
+    device = open_device(config)
+    place = Placement(DTYPES[config.dtype], device.place)
     model_dir = Path(config.model_dir)
     model_config = ModelConfig.from_dir(model_dir)
     max_model_len = _max_model_len(config, model_config)
@@ -152,9 +154,11 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     residency = None if pool is None else _residency(config, spec, pool, waker)
     gate: AdapterGate = NoAdapters() if residency is None else residency
     memory = empty_adapter_memory(model_config.num_sites, place.device) if residency is None else AdapterMemory(*residency.memory)
-    kv = _kv_cache(config, model, max_model_len)
+    steps = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, max_model_len, config.block_size)
+    reserved = device.peak_bytes(lambda: _largest_step(model, memory, ops, device, steps))
+    kv = _kv_cache(config, model, max_model_len, reserved)
     room = None if pool is None else adapter_room(pool, spec, config.dtype)
-    logger.info("%s", what_fits(kv, max_model_len, room, _left_free(kv, place.device)))
+    logger.info("%s", what_fits(kv, max_model_len, room, _left_free(kv, place.device), reserved))
     limits = SchedulerLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
@@ -164,16 +168,43 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     )
     blocks = KVCacheManager(kv.num_blocks, kv.block_size, spec.base_id, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(limits, blocks, gate, clock)
-    capacity = StepCapacity(config.max_num_batched_tokens, config.max_num_seqs, -(-scheduler.max_request_tokens // kv.block_size))
-    runner = ModelRunner(model, kv, memory, ops, capacity, make_forward=kernels.make_forward())
+    runner = _runner(model, kv, memory, kernels, device, replace(steps, longest=scheduler.max_request_tokens))
     return EngineAssembly(
-        core=EngineCore(scheduler, runner, gate),
+        core=AheadCore(scheduler, runner, gate) if device.is_ahead else EngineCore(scheduler, runner, gate),
         base_id=spec.base_id,
         max_model_len=max_model_len,
         max_prompt_and_output=scheduler.max_request_tokens,
         residency=residency,
         _waker=waker,
     )
+
+
+def _largest_step(model: Llama, memory: AdapterMemory, ops: Operators, device: Device, steps: StepLimits) -> None:
+    """The most that a step computes, with the memory that it takes for that, over a cache that holds little more."""
+    plan = steps.largest(GREEDIEST)
+    num_blocks = max(len(s.block_ids) for s in plan.scheduled)
+    kv = allocate_kv_cache(model.config, num_blocks, steps.block_size, model.place.dtype, model.place.device)
+    io = device.step_io(steps.capacity.num_bytes)
+    ModelRunner(model, kv, memory, ops, steps.capacity, io=io).execute(plan)
+
+
+def _runner(model: Llama, kv: KvCache, memory: AdapterMemory, kernels: Kernels, device: Device, steps: StepLimits) -> ModelRunner:
+    """What executes steps, all of its kernels compiled."""
+    started = time.monotonic()
+    runner = ModelRunner(
+        model,
+        kv,
+        memory,
+        kernels.operators(),
+        steps.capacity,
+        io=device.step_io(steps.capacity.num_bytes),
+        is_ahead=device.is_ahead,
+        make_forward=device.make_forward(kernels, steps.capacity),
+    )
+    if device.compiles:
+        number = warm_up(runner, steps)
+        logger.info("warm after %d steps, in %.1f s", number, time.monotonic() - started)
+    return runner
 
 
 def _prepare(model: Llama, kernels: Kernels, ops: Operators) -> None:

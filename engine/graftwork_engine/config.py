@@ -33,6 +33,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; "auto": on a GPU where torch has one."""
 
+    use_graphs: bool = True
+    """On a GPU, whether steps that decode are captured at start and replayed; off, every step is called operator by operator."""
+
     num_threads: int | None = None
     """Threads of one operator on the CPU; None leaves it to torch, which takes the physical cores."""
 

@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from graftwork_engine.batch import StepCapacity
 from graftwork_engine.messages import Sampling
 from graftwork_engine.request import Request, RequestId
 from graftwork_engine.sched.plan import BASE, Runner, ScheduledRequest, StepPlan
 
 PLAIN = Sampling(max_tokens=2, seed=0, temperature=0.0)
+GREEDIEST = Sampling(
+    max_tokens=2, seed=0, temperature=0.8, top_p=0.9, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=20, prompt_logprobs=20
+)
+"""What takes the most memory for a time."""
+
 WISHES = (
     PLAIN,
     Sampling(max_tokens=2, seed=0, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
@@ -33,6 +39,11 @@ class StepLimits:
     num_requests: int
     longest: int
     block_size: int
+
+    @property
+    def capacity(self) -> StepCapacity:
+        """The same as whoever builds steps has it."""
+        return StepCapacity(self.num_rows, self.num_requests, -(-self.longest // self.block_size))
 
     def plan(self, num_requests: int, num_rows: int, sampling: Sampling = PLAIN) -> StepPlan:
         """A step of so many rows, shared out evenly, each request at its beginning; fewer rows where there is no room for all."""
