@@ -6,6 +6,7 @@ all requests lie flat behind each other; who they belong to is the business of t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -50,12 +51,19 @@ class Llama:
 
     def hidden_states(self, token_ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         """int64 [T] → [T, H], normed for the head; writes each row's keys and values into ``kv``."""
+        batch = self._planned(batch)
         hidden = self.embed_tokens(token_ids, batch)
         residual: Tensor | None = None  # fp32, as what is added to it: bf16 would round in every layer
         for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
             hidden, residual = layer(hidden, residual, batch, keys, values)
         hidden, _ = self.norm.add(batch.ops, hidden, residual)
         return hidden
+
+    def _planned(self, batch: ForwardBatch) -> ForwardBatch:
+        """With what operators work out of a step once for all layers."""
+        group = self.config.num_heads // self.config.num_kv_heads
+        adapters, attention = batch.ops.plan_step(batch.adapter_memory, batch.adapters, batch.attention, group)
+        return replace(batch, adapters=adapters, attention=attention)
 
     def logits(self, ops: Operators, hidden: Tensor) -> Tensor:
         """[rows, H] → fp32 [rows, V], for the rows that need them."""
