@@ -15,8 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from triton.runtime.interpreter import GridExecutor
 
+from graftwork_engine.batch import StepCapacity
+from graftwork_engine.forward import MakeForward
 from graftwork_engine.graphs import Replay
-from graftwork_engine.step_io import MirrorIo
+from graftwork_engine.kernel_choice import Kernels
+from graftwork_engine.step_io import MirrorIo, StepIo
 
 
 class ImmediateFence:
@@ -89,3 +92,25 @@ class TwinCapture:
                     step()
 
         return Replay(replay, output)
+
+
+class TwinDevice:
+    """`graftwork_engine.device.Device` of a CPU that is treated as a GPU is: mirrored, a step ahead, measured and warmed up."""
+
+    place = torch.device("cpu")
+    is_ahead = True
+    compiles = True
+
+    def __init__(self) -> None:
+        self.num_measured = 0
+
+    def step_io(self, num_bytes: int) -> StepIo:
+        return mirror_io(num_bytes)
+
+    def make_forward(self, kernels: Kernels, capacity: StepCapacity) -> MakeForward | None:
+        return None
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        run()
+        self.num_measured += 1
+        return 1 << 20
