@@ -140,7 +140,13 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     model_config = ModelConfig.from_dir(model_dir)
     max_model_len = _max_model_len(config, model_config)
     spec = _base_spec(config, model_dir)
-    kernels = choose_kernels(config, model_config, max_model_len, place)
+    steps = StepLimits(
+        config.max_num_batched_tokens or device.usual_rows,
+        config.max_num_seqs or device.usual_requests,
+        max_model_len,
+        config.block_size,
+    )
+    kernels = choose_kernels(config, model_config, steps, place)
     ops = kernels.operators()
 
     started = time.monotonic()
@@ -154,14 +160,13 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     residency = None if pool is None else _residency(config, spec, pool, waker)
     gate: AdapterGate = NoAdapters() if residency is None else residency
     memory = empty_adapter_memory(model_config.num_sites, place.device) if residency is None else AdapterMemory(*residency.memory)
-    steps = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, max_model_len, config.block_size)
     reserved = device.peak_bytes(lambda: _largest_step(model, memory, ops, device, steps))
-    kv = _kv_cache(config, model, max_model_len, reserved)
+    kv = _kv_cache(config, model, steps, reserved)
     room = None if pool is None else adapter_room(pool, spec, config.dtype)
     logger.info("%s", what_fits(kv, max_model_len, room, _left_free(kv, place.device), reserved))
     limits = SchedulerLimits(
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=steps.num_rows,
+        max_num_seqs=steps.num_requests,
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
         prefill_chunk_size=config.prefill_chunk_size,
@@ -277,7 +282,7 @@ def _residency(config: EngineConfig, spec: BaseSpec, pool: DevicePool, on_change
     )
 
 
-def _kv_cache(config: EngineConfig, model: Llama, max_model_len: int, reserved_bytes: int = 0) -> KvCache:
+def _kv_cache(config: EngineConfig, model: Llama, steps: StepLimits, reserved_bytes: int = 0) -> KvCache:
     """As many blocks as the memory allows, and no more than can be of use. ``reserved_bytes`` of what is free are left to the step:
     activations, logits and whatever else its largest takes beyond weights, adapters and blocks.
     """
@@ -288,7 +293,7 @@ def _kv_cache(config: EngineConfig, model: Llama, max_model_len: int, reserved_b
         free, fraction = free_memory(device), config.kv_memory_fraction or usual_fraction(device)
         whence = f"{fraction:g} of {free} bytes that are free, less {reserved_bytes} for a step"
         memory = kv_share(free, reserved_bytes, fraction)
-        useful = MAX_KV_ROUNDS * config.max_num_seqs * -(-max_model_len // config.block_size)
+        useful = MAX_KV_ROUNDS * steps.num_requests * steps.capacity.num_blocks
         fit = min(blocks_that_fit(model.config, config.block_size, dtype, memory, whence), useful)
     try:
         return allocate_kv_cache(model.config, fit, config.block_size, dtype, device)

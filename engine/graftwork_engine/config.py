@@ -42,12 +42,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int | None = None
     """Prompt and output of one request, in tokens; None: the model's own limit."""
 
-    max_num_batched_tokens: int = 256
+    max_num_batched_tokens: int | None = None
     """Rows of one step, prompt and output tokens together: more of them share one reading of the weights, and each step takes
-    longer, which running streams feel as a pause."""
+    longer, which running streams feel as a pause. None: 256 on the CPU, 2048 on a GPU."""
 
-    max_num_seqs: int = 64
-    """Requests that run at the same time."""
+    max_num_seqs: int | None = None
+    """Requests that run at the same time. None: 64 on the CPU, 256 on a GPU."""
 
     prefill_chunk_size: int | None = None
     """Tokens of one request in one step, where that is to be less than the whole budget; None: no cap of its own."""

@@ -21,7 +21,7 @@ class CudaFence:
     """`graftwork_engine.step_io.Fence` on the stream that steps run on."""
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def set(self) -> None:
         """See `Fence.set`."""
@@ -40,7 +40,7 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], Tensor]) -> Replay:
         """See `Capture`; nothing is captured of what other threads do meanwhile."""
-        aside = torch.cuda.Stream()
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(WARM_UP_RUNS):
@@ -57,6 +57,7 @@ class Gpu:
 
     is_ahead = True
     compiles = True
+    usual_rows, usual_requests = 2048, 256
 
     def __init__(self, place: torch.device, *, use_graphs: bool) -> None:
         self.place = place

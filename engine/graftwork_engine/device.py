@@ -18,12 +18,15 @@ from graftwork_engine.step_io import HostIo, StepIo
 
 class Device(Protocol):
     """``place`` is torch's name for it. ``is_ahead``: steps are launched before the results of the last one are known, since it
-    computes while the host goes on. ``compiles``: kernels are compiled when they are first run.
+    computes while the host goes on. ``compiles``: kernels are compiled when they are first run. A step has up to ``usual_rows`` of
+    ``usual_requests``, unless the configuration says otherwise.
     """
 
     place: torch.device
     is_ahead: bool
     compiles: bool
+    usual_rows: int
+    usual_requests: int
 
     def step_io(self, num_bytes: int) -> StepIo:
         """The way to it and back, for arrays of so many bytes."""
@@ -44,6 +47,7 @@ class Host:
     place = torch.device("cpu")
     is_ahead = False
     compiles = False
+    usual_rows, usual_requests = 256, 64
 
     def step_io(self, num_bytes: int) -> StepIo:  # noqa: ARG002 - the protocol's
         """See `Device`, here and below."""

@@ -14,6 +14,7 @@ from graftwork_engine.errors import ConfigError
 from graftwork_engine.forward import MakeForward, replaying
 from graftwork_engine.model.config import ModelConfig
 from graftwork_engine.model.layers import Placement
+from graftwork_engine.warm_up import StepLimits
 from graftwork_kernels.candidates import choose, implementation, implementations
 from graftwork_kernels.choice import CPU, METHODS, ON_GPU, ONEDNN, REFERENCE, TRITON, BadPin, Choice, pinned
 from graftwork_kernels.cpu.build import KernelsUnavailable, default_cache_dir
@@ -67,7 +68,7 @@ class Kernels:
         return self.choice.onednn_rows is not None or self.choice.names["linear"] == ONEDNN
 
 
-def choose_kernels(config: EngineConfig, model: ModelConfig, max_model_len: int, place: Placement) -> Kernels:
+def choose_kernels(config: EngineConfig, model: ModelConfig, steps: StepLimits, place: Placement) -> Kernels:
     """The fastest kernels that ``place`` has for this model, or those that the configuration pins; raises `ConfigError`.
 
     Compiles on the first start, and measures on the first start with a model of these sizes.
@@ -77,7 +78,7 @@ def choose_kernels(config: EngineConfig, model: ModelConfig, max_model_len: int,
     try:
         found = implementations(None if library is None else Immediate(library), dtype, device, config.max_lora_rank)
         choice = choose(
-            _step_sizes(config, model, max_model_len, dtype),
+            _step_sizes(config, model, steps, dtype),
             found,
             device=device,
             folder=folder,
@@ -152,8 +153,8 @@ def _library(folder: Path, dtype: torch.dtype) -> tuple[Library | None, Mapping[
     return library, {} if reason is None else {ONEDNN: reason}
 
 
-def _step_sizes(config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype) -> StepSizes:
-    chunk = min(config.max_num_batched_tokens, config.prefill_chunk_size or config.max_num_batched_tokens, max_model_len)
+def _step_sizes(config: EngineConfig, model: ModelConfig, steps: StepLimits, dtype: torch.dtype) -> StepSizes:
+    chunk = min(steps.num_rows, config.prefill_chunk_size or steps.num_rows, steps.longest)
     return StepSizes(
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
@@ -163,6 +164,6 @@ def _step_sizes(config: EngineConfig, model: ModelConfig, max_model_len: int, dt
         vocab_size=model.vocab_size,
         block_size=config.block_size,
         max_rows=chunk,
-        max_requests=config.max_num_seqs,
+        max_requests=steps.num_requests,
         dtype=dtype,
     )

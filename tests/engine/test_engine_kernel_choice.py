@@ -16,6 +16,7 @@ from graftwork_engine.errors import ConfigError
 from graftwork_engine.kernel_choice import Kernels, choose_kernels, kernel_dir
 from graftwork_engine.model.config import ModelConfig, RopeConfig
 from graftwork_engine.model.layers import Placement
+from graftwork_engine.warm_up import StepLimits
 from graftwork_kernels import reference
 from graftwork_kernels.choice import METHODS, Choice
 from graftwork_kernels.cpu.build import CompilerMissing, default_cache_dir
@@ -59,7 +60,8 @@ def choose(tmp_path: Path) -> Chooser:
         defaults = {"model_dir": str(tmp_path), "kernel_dir": str(tmp_path / "kernels"), "max_num_batched_tokens": 16}
         config = msgspec.convert({**defaults, **settings}, EngineConfig)
         config.validate()
-        return choose_kernels(config, MODEL, max_model_len, Placement(dtype, on))
+        steps = StepLimits(config.max_num_batched_tokens or 0, config.max_num_seqs or 64, max_model_len, config.block_size)
+        return choose_kernels(config, MODEL, steps, Placement(dtype, on))
 
     return choosing
 

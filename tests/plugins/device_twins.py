@@ -100,6 +100,7 @@ class TwinDevice:
     place = torch.device("cpu")
     is_ahead = True
     compiles = True
+    usual_rows, usual_requests = 256, 64
 
     def __init__(self) -> None:
         self.num_measured = 0

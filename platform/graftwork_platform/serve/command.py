@@ -97,6 +97,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = DEFAULT_PORT,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights, activations and KV cache.")] = "bfloat16",
     device: options.Device = "auto",
+    graphs: options.Graphs = True,
     adapter_memory: Annotated[int | None, typer.Option(metavar="BYTES", help="Device pool for adapters.")] = None,
     adapter_host_memory: Annotated[int | None, typer.Option(metavar="BYTES", help="Host cache for adapters.")] = None,
     adapter_page: Annotated[int | None, typer.Option(metavar="BYTES", help="Page of the device pool.")] = None,
@@ -149,6 +150,7 @@ def serve(
         )
         chosen: dict[str, object] = {
             "device": device,
+            "use_graphs": graphs,
             "adapter_memory_bytes": adapter_memory,
             "adapter_host_bytes": adapter_host_memory,
             "adapter_page_bytes": adapter_page,

@@ -39,6 +39,10 @@ SecretsDir = Annotated[
 Device = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where the model runs; auto: on a GPU where torch has one.")
 ]
+Graphs = Annotated[
+    bool,
+    typer.Option("--graphs/--no-graphs", help="On a GPU: capture steps that decode, and replay them. Off to look for a fault."),
+]
 KernelDir = Annotated[
     Path | None, typer.Option("--kernel-dir", help="Folder of compiled kernels; DATA_DIR/cache/kernels by default.")
 ]
