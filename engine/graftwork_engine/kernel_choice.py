@@ -76,7 +76,7 @@ def choose_kernels(config: EngineConfig, model: ModelConfig, steps: StepLimits, 
     folder, device, dtype = kernel_dir(config), place.device, place.dtype
     library, unavailable = _on_gpu(folder, device) if device.type == "cuda" else _on_cpu(folder, dtype, config.kernels)
     try:
-        found = implementations(None if library is None else Immediate(library), dtype, device, config.max_lora_rank)
+        found = implementations(None if library is None else Immediate(library), dtype, device, config.max_adapter_rank)
         choice = choose(
             _step_sizes(config, model, steps, dtype),
             found,
@@ -95,7 +95,7 @@ def choose_kernels(config: EngineConfig, model: ModelConfig, steps: StepLimits, 
         )
     if not {CPU, ONEDNN} & set(choice.names.values()):
         library = None
-    kernels = Kernels(choice, library, _used(model), device, config.max_lora_rank)
+    kernels = Kernels(choice, library, _used(model), device, config.max_adapter_rank)
     if kernels.library is not None and not choice.is_native(kernels.used):
         others = ", ".join(sorted(operator for operator in kernels.used if choice.names[operator] != CPU))
         logger.warning("the forward pass is called operator by operator, since these are not compiled ones: %s", others)

@@ -231,7 +231,7 @@ def test_a_gpu_is_measured_as_a_gpu_and_keeps_what_it_compiles(choose: Chooser, 
     monkeypatch.setattr(gpu, "operators", lambda *_: reference)
     monkeypatch.setattr(gpu, "keep_compiled_in", folders.append)
     monkeypatch.setattr(kernel_choice, "choose", choosing)
-    choose(on=CUDA, max_lora_rank=32, kernel_dir="/kernels")
+    choose(on=CUDA, max_adapter_rank=32, kernel_dir="/kernels")
     assert folders == [Path("/kernels/triton")]
     assert seen["device"] == CUDA
     assert seen["found"] == ["reference", "triton", "triton_fused"]

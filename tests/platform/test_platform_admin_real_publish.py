@@ -186,6 +186,14 @@ def test_what_the_servers_memory_cannot_hold_is_refused_and_not_rebuilt(
         admin.run(admin.services.publisher.ensure_packed, digest)
 
 
+def test_serve_tells_the_engine_its_device(real_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[command.ServePlan] = []
+    monkeypatch.setattr(command, "run", plans.append)
+    command.serve(model=real_base, data_dir=tmp_path)
+    command.serve(model=real_base, data_dir=tmp_path, device="cuda")
+    assert [plan.engine.device for plan in plans] == ["auto", "cuda"]
+
+
 def test_serve_tells_publishing_the_engines_adapter_memory(
     real_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +203,4 @@ def test_serve_tells_publishing_the_engines_adapter_memory(
     (plan,) = plans
     settings = decode_config(encode_config(ApiConfig(plan.settings, "ipc://engine"))).settings
     assert settings.publish.memory == ServingMemory(1 << 20, 4096, plan.engine.adapter_host_bytes)
-    assert settings.publish.max_rank == plan.engine.max_lora_rank == 8
-    assert plan.engine.device == "auto"
-    command.serve(model=real_base, data_dir=tmp_path, device="cuda")
-    assert plans[1].engine.device == "cuda"
+    assert settings.publish.max_rank == 8

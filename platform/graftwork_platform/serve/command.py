@@ -161,7 +161,6 @@ def serve(
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "num_threads": threads,
-            "max_lora_rank": max_lora_rank,
             "kernels": options.kernel_pins(kernel or []),
             "kernel_dir": None if kernel_dir is None else str(kernel_dir.absolute()),
         }
