@@ -205,6 +205,7 @@ def _residency(
         longest_row,
         page_bytes=config.adapter_page_bytes,
         widths=[(site.in_features, site.out_features) for site in spec.sites],
+        max_rank=config.max_adapter_rank,
         device=device,
     )
     return AdapterResidency(

@@ -17,6 +17,9 @@ GIB = 1 << 30
 MOST_THREADS = 1024
 """Beyond any machine's cores, and still few enough that the system starts them all."""
 
+MAX_ADAPTER_RANK = 256
+"""Where nothing else is said."""
+
 ROW_ALIGNMENT = 64
 """Bytes; adapter rows begin at multiples of it, so a page must be one."""
 
@@ -66,6 +69,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     adapter_page_bytes: int = 256 * 1024
     """Page of that pool. A row lies within one page, so it bounds the row; small pages waste less at an adapter's end."""
+
+    max_adapter_rank: int = MAX_ADAPTER_RANK
+    """Of any adapter at any projection; one above it is not loaded. Kernels for GPUs keep this much room for every row."""
 
     adapter_host_bytes: int = 1 * GIB
     """Host memory for adapters that waiting requests name or that were used lately."""
@@ -126,6 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "kv_memory_bytes",
             "adapter_memory_bytes",
             "adapter_page_bytes",
+            "max_adapter_rank",
             "adapter_host_bytes",
             "adapter_disk_bytes",
             "num_adapter_loaders",
