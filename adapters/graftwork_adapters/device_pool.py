@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graftwork_adapters.device_copy import Copier, copier_for
-from graftwork_adapters.errors import BlobCorrupt
+from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt
 from graftwork_adapters.fetcher import HostAdapter
 from graftwork_adapters.keys import RowTypeName
 from graftwork_adapters.packed import ABSENT, ROW_ALIGNMENT, PackedIndex
@@ -52,6 +52,7 @@ class DevicePool:
     """Pages for adapters' rows, and the tables that point into them.
 
     ``widths`` are each site's input and output features, which an adapter's rows must have room for (None: not compared).
+    ``max_rank`` is the largest that the kernels which read the pool have room for (None: any).
     ``max_row_bytes`` is the longest row the base can have; a page is at least that. Row numbers and adapter indices are bounded
     too: by default one row number per 128 bytes, and one index per page up to 1024. ``new_copier`` makes the way to
     ``device``. `place` and `free` keep the books and belong
@@ -69,6 +70,7 @@ class DevicePool:
         max_rows: int | None = None,
         max_adapters: int | None = None,
         widths: Sequence[tuple[int, int]] | None = None,
+        max_rank: int | None = None,
         device: torch.device | str = "cpu",
         new_copier: Callable[[torch.device], Copier] = copier_for,
     ) -> None:
@@ -82,6 +84,7 @@ class DevicePool:
         self._num_sites = num_sites
         self._max_row_bytes = max_row_bytes
         self._widths = None if widths is None else np.array(widths, dtype=np.int64)
+        self._max_rank = max_rank
         self._no_sites = np.tile(np.array(_NO_SITE, dtype=np.int64), (num_sites, 1))
         device = torch.device(device)
         self.tensors = PoolTensors(
@@ -104,11 +107,14 @@ class DevicePool:
     def plan(self, index: PackedIndex) -> PageLayout:
         """Cut an adapter's rows into pages. Any thread may call it.
 
-        Raises `AdapterTooLarge` if it can never fit, `BlobCorrupt` if its index would lead a kernel outside its own rows.
+        Raises `AdapterTooLarge` if it can never fit or a rank is above the largest, `BlobCorrupt` if its index would lead a kernel
+        outside its own rows.
         """
         _check_index(index, self._num_sites)
         if self._widths is not None:
             _check_widths(index, self._widths)
+        if self._max_rank is not None:
+            _check_rank(index, self._max_rank)
         layout = plan_pages(index.row_bytes, self.page_bytes)
         self.table.check_fits(f"adapter {index.key}", layout, self.page_bytes)
         return layout
@@ -218,3 +224,13 @@ def _check_widths(index: PackedIndex, widths: npt.NDArray[np.int64]) -> None:
         needed = np.array([row_size(row_type, elements) for elements in distinct.tolist()], dtype=np.int64)[which]
         if short := np.flatnonzero(index.row_bytes[first[site] + place] < needed[site]).tolist():
             raise BlobCorrupt(f"packed adapter {index.key}: a row of site {number[site[short[0]]]} is shorter than its projection")
+
+
+def _check_rank(index: PackedIndex, max_rank: int) -> None:
+    # A kernel has nobody to tell: what one rank too many adds would be written past the room for all of them.
+    rank = int(index.site_table[:, 1].max(initial=0))
+    if rank > max_rank:
+        raise AdapterTooLarge(
+            f"adapter {index.key} has rank {rank}, served are ranks up to {max_rank}; train it with a lower one, or raise the "
+            "engine's max_adapter_rank (graftwork serve --max-lora-rank)"
+        )

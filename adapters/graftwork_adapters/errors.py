@@ -8,7 +8,7 @@ AdapterError
 │   ├── InvalidKey       not a key of an object store
 │   ├── UnsupportedStore a store's configuration that no driver can serve
 │   └── StoreUnavailable it does not answer, refuses us, or its disk is full; says what the operator can do
-├── AdapterTooLarge      it can never fit the memory it is meant for
+├── AdapterTooLarge      it can never fit the memory it is meant for, or its rank the kernels that read it
 ├── PatternTooSlow       an upload's regular expressions took more time than they may; names the config field
 └── UnsupportedBase      the base model's files do not describe a decoder that adapters can attach to
 """
@@ -63,7 +63,7 @@ class StoreUnavailable(StoreError):
 
 
 class AdapterTooLarge(AdapterError):
-    """An adapter larger than the memory it is meant for can ever be."""
+    """An adapter larger than the memory it is meant for can ever be, or of a rank above the largest that is served."""
 
 
 class PatternTooSlow(AdapterError):

@@ -248,6 +248,7 @@ def _adapter_pool(config: EngineConfig, spec: BaseSpec, device: torch.device) ->
             len(spec.sites),
             longest_row,
             page_bytes=config.adapter_page_bytes,
+            max_rank=config.max_adapter_rank,
             widths=[(site.in_features, site.out_features) for site in spec.sites],
             device=device,
         )

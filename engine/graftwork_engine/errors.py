@@ -20,7 +20,7 @@ class ErrorCode(StrEnum):
     BAD_REQUEST = "invalid_request"
     ADAPTER_MISSING = "adapter_missing"  # the packed form is not in the store
     ADAPTER_CORRUPT = "adapter_corrupt"  # it is there, but its bytes are not what its key says
-    ADAPTER_TOO_LARGE = "adapter_too_large"  # larger than adapter memory can ever be
+    ADAPTER_TOO_LARGE = "adapter_too_large"  # larger than adapter memory can ever be, or of too high a rank
     STORE_UNAVAILABLE = "store_unavailable"
     NON_FINITE = "non_finite_output"  # the model gave NaN or infinity; the adapter's values may be too large
     NOTHING_TO_DRAW = "nothing_to_draw"  # the request's own bias, penalties and bans leave no token with a finite logit

@@ -184,3 +184,14 @@ def test_an_adapter_that_is_deleted_while_it_runs(start, solo, tmp_path: Path, t
     assert engine.finished[gone] == "adapter_missing"
     (again,) = engine.run(("A", SHORT_PROMPT, 6))
     assert again == solo("A", SHORT_PROMPT, 6), "it is still on the device, and nobody else's bytes came there"
+
+
+def test_a_rank_above_the_largest_is_not_loaded(start, solo) -> None:
+    """The kernels keep room for the largest rank that is served, and have nobody to tell of a larger one."""
+    engine = start(max_adapter_rank=7)
+    refused = engine.add("B", SHORT_PROMPT, 6)
+    served = engine.add("D", SHORT_PROMPT, 6)
+    engine.finish()
+    assert engine.finished[refused] == "adapter_too_large"
+    assert engine.outputs[refused] == []
+    assert engine.outputs[served] == solo("D", SHORT_PROMPT, 6)

@@ -204,3 +204,6 @@ def test_serve_tells_publishing_the_engines_adapter_memory(
     settings = decode_config(encode_config(ApiConfig(plan.settings, "ipc://engine"))).settings
     assert settings.publish.memory == ServingMemory(1 << 20, 4096, plan.engine.adapter_host_bytes)
     assert settings.publish.max_rank == 8
+    assert plan.engine.max_adapter_rank == 256, "what was published under a higher limit stays in service"
+    command.serve(model=real_base, data_dir=tmp_path, max_lora_rank=300)
+    assert plans[1].engine.max_adapter_rank == 300, "what may be uploaded can be loaded"

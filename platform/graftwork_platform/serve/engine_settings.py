@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from graftwork_adapters.publish_job import ServingMemory
-from graftwork_engine.config import EngineConfig
+from graftwork_engine.config import MAX_ADAPTER_RANK, EngineConfig
 from graftwork_platform.settings import Settings
 
 
@@ -22,6 +22,8 @@ def engine_config(settings: Settings, chosen: dict[str, object], *, prefix_cachi
         "store": settings.store,
         "cache_dir": str(settings.cache_dir),
         "enable_prefix_caching": prefix_caching,
+        # What may be uploaded can be loaded; a lower limit for uploads leaves those in service that were published before.
+        "max_adapter_rank": max(settings.publish.max_rank, MAX_ADAPTER_RANK),
     }
     config = msgspec.convert({**fixed, **{k: v for k, v in chosen.items() if v is not None}}, EngineConfig)
     config.validate()

@@ -214,6 +214,17 @@ def test_what_can_never_fit_is_refused_with_both_numbers(packed_of):
         pool_of(12).plan(packed_of("long", (1,), row_bytes=(640, 64)).index)
 
 
+def test_a_rank_above_the_largest_is_refused_with_both_numbers(packed_of):
+    """At any site, the last one too; an adapter without any rank has none above it."""
+    index = packed_of("one", (2, 0, 1, 3)).index
+    with pytest.raises(
+        AdapterTooLarge, match=r"rank 3, served are ranks up to 2; train it with a lower one, or raise.*max_adapter_rank"
+    ):
+        pool_of(12, max_rank=2).plan(index)
+    assert pool_of(12, max_rank=3).plan(index)
+    assert pool_of(12, max_rank=1).plan(packed_of("none", (0,)).index)
+
+
 @pytest.mark.parametrize(
     "change",
     [
