@@ -312,16 +312,26 @@ def test_a_compiler_that_hangs_is_ended_with_all_its_processes(
 
 
 def test_an_interrupt_does_not_wait_for_files_that_have_not_begun(
-    cache: Path, sources: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+    cache: Path, sources: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    arrived = tmp_path / "arrived"
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            arrived.touch()
+            super().shutdown(wait)
+
+    monkeypatch.setattr(build.concurrent.futures, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     for number in range(6):
         (sources / f"more{number}.cpp").write_text("")
     once = f"mkdir {sources / 'begun'} 2>/dev/null && kill -INT {os.getpid()}"
-    compiler.does(f'case " $* " in *" -c "*) {once}; sleep 2;; esac; exec {compiler.real} "$@"')
+    until_then = f"while [ ! -e {arrived} ]; do sleep 0.05; done"
+    compiler.does(f'case " $* " in *" -c "*) {once}; {until_then};; esac; exec {compiler.real} "$@"')
     with pytest.raises(KeyboardInterrupt):
         build_library(cache, sources)
-    assert len(compiler.calls("-c")) <= 2
+    assert len(compiler.calls("-c")) == 1
     assert list(cache.glob("*.so")) == list(cache.glob("making-*")) == []
 
 
