@@ -87,7 +87,9 @@ serve-s3: setup-dev base ## the same, with the adapters in an S3 server of its o
 
 # Many tests wait for other processes, so two at a time keep two cores busy; one thread each, since more of them would fight.
 TEST_WORKERS ?= 2
-TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(TEST_WORKERS) --dist loadfile
+# More arguments of pytest, for example: TEST_ARGS="tests/kernels tests/engine"
+TEST_ARGS ?=
+TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
 
 test: setup-dev base ## set everything up and run every test that needs no GPU, on both pairs of database and store
 	$(TESTS)

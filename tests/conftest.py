@@ -18,7 +18,7 @@ few cores then take several times as long."""
 os.environ.setdefault("TRITON_INTERPRET", "1")
 """Read when triton is imported. Without a GPU its kernels run in the interpreter; TRITON_INTERPRET=0 for tests on a GPU."""
 
-pytest_plugins = ["compiled_kernels", "property_budget", "serving"]
+pytest_plugins = ["compiled_kernels", "property_budget", "serving", "steady_clock"]
 
 
 @pytest.fixture(scope="session")

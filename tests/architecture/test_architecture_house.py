@@ -192,8 +192,9 @@ REPORT = "<testsuites><testsuite><testcase classname='a' name='b'>{}</testcase><
     ids=["passed", "skipped", "expected-to-fail", "none", "torn"],
 )
 def test_ci_refuses_skipped_tests(report: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / "tests.xml").write_text(report)
-    command = [sys.executable, str(ROOT / ".ci" / "none_skipped.py"), str(tmp_path / "tests.xml")]
+    (tmp_path / "one.xml").write_text(REPORT.format(""))
+    (tmp_path / "two.xml").write_text(report)
+    command = [sys.executable, str(ROOT / ".ci" / "none_skipped.py"), str(tmp_path / "one.xml"), str(tmp_path / "two.xml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (says == "")
     assert says in done.stderr
@@ -203,7 +204,15 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     run = ROOT / ".ci" / "run"
     assert os.access(run, os.X_OK)
     assert re.search(r"^make test +#", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert re.search(r"^check tests .* make test$", run.read_text(), re.MULTILINE)
+    assert len(re.findall(r'^check "tests .*" .* make test$', run.read_text(), re.MULTILINE)) == 2
+
+
+def test_ci_runs_every_test_in_one_of_its_two_parts() -> None:
+    """The second part is all but the first one's folders, so that a new one is in it."""
+    run = (ROOT / ".ci" / "run").read_text()
+    [folders] = re.findall(r"^pairs=\((.*)\)$", run, re.MULTILINE)
+    assert [name for name in folders.split() if not (ROOT / "tests" / name).is_dir()] == []
+    assert re.findall(r'TEST_ARGS="(.*?)"', run) == ["${pairs[*]/#/tests/}", "${pairs[*]/#/--ignore=tests/}"]
 
 
 def test_every_test_that_the_faults_page_names_exists() -> None:

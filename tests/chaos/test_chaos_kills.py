@@ -36,6 +36,7 @@ class Stream(threading.Thread):
     model: str
     prompt: list[int]
     count: int
+    clock: Callable[[], float] = time.monotonic
     extra: dict[str, Any] = field(default_factory=dict)
     request_name: str = field(default_factory=lambda: f"chaos-{uuid4().hex}")
     tokens: list[int] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Stream(threading.Thread):
         for choice in answer.get("choices", []):
             ids = choice.get("token_ids") or []
             self.tokens += ids
-            self.times += [time.monotonic()] * len(ids)
+            self.times += [self.clock()] * len(ids)
 
 
 @pytest.fixture(scope="module", params=["local", "shared"])
@@ -108,13 +109,15 @@ def expected(server: Any, key: str) -> Callable[[list[Stream]], list[list[int]]]
     return tokens
 
 
-def start_streams(server: Any, key: str, adapters: dict[str, Path], how_many: int, count: int) -> list[Stream]:
+def start_streams(
+    server: Any, key: str, adapters: dict[str, Path], how_many: int, count: int, clock: Callable[[], float] = time.monotonic
+) -> list[Stream]:
     """Streams over the base and all adapters, each with a prompt of its own, once every one of them has got a few tokens."""
     names = [server.model.name, *adapters]
-    streams = [Stream(server.url, key, names[n % len(names)], [60 + n, *PROMPT], count) for n in range(how_many)]
+    streams = [Stream(server.url, key, names[n % len(names)], [60 + n, *PROMPT], count, clock) for n in range(how_many)]
     for stream in streams:
         stream.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while any(len(stream.tokens) < 3 for stream in streams):
         assert time.monotonic() < deadline, [len(stream.tokens) for stream in streams]
         time.sleep(0.005)
@@ -122,7 +125,7 @@ def start_streams(server: Any, key: str, adapters: dict[str, Path], how_many: in
     return streams
 
 
-def rows_of(server: Any, streams: list[Stream], timeout_s: float = 30.0) -> dict[str, dict[str, Any]]:
+def rows_of(server: Any, streams: list[Stream], timeout_s: float = 120.0) -> dict[str, dict[str, Any]]:
     """The one usage row of each stream, by the id its client gave it."""
     names = {stream.request_name for stream in streams}
     deadline = time.monotonic() + timeout_s
@@ -168,12 +171,14 @@ def test_engine_killed_in_the_life_of_32_streams_loses_none(
         assert row["prompt_tokens"] == len(stream.prompt)
 
 
-def test_api_process_killed_in_mid_stream_is_billed_what_the_engine_made(server: Any, key: str, adapters: dict[str, Path]) -> None:
+def test_api_process_killed_in_mid_stream_is_billed_what_the_engine_made(
+    server: Any, key: str, adapters: dict[str, Path], steady_clock: Callable[[], float]
+) -> None:
     server.wait_until_idle()
     before = server.metrics()["graftwork_engine_output_tokens_total"]
     streams = start_streams(server, key, adapters, 8, 900)
     [api] = server.process_ids("graftwork_platform.serve.api_process")
-    killed_at = time.monotonic()
+    killed_at = steady_clock()
     os.kill(api, signal.SIGKILL)
     join_all(streams)
     assert {stream.ending for stream in streams} == {"cut"}
@@ -187,7 +192,7 @@ def test_api_process_killed_in_mid_stream_is_billed_what_the_engine_made(server:
         assert row["output_tokens"] < stream.count, "it went on although nobody listened"
     made = server.wait_until_idle()["graftwork_engine_output_tokens_total"] - before
     assert sum(row["output_tokens"] for row in rows.values()) == made, "the engine's own final counts"
-    assert time.monotonic() - killed_at < 60
+    assert steady_clock() - killed_at < 60
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -251,7 +256,7 @@ def test_api_process_killed_under_requests_of_all_kinds_bills_each_at_most_once(
     assert at_rest["graftwork_engine_kv_blocks_used"] == 0
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it does not come"
@@ -266,12 +271,15 @@ def test_a_server_may_open_as_many_files_as_the_system_allows(server: Any) -> No
         assert soft == min(hard, 1 << 20)
 
 
-def test_everything_killed_is_billed_from_the_last_checkpoint(server: Any, key: str, adapters: dict[str, Path]) -> None:
-    streams = start_streams(server, key, adapters, 8, 1000)
-    time.sleep(1.5 * CHECKPOINT_S)
+def test_everything_killed_is_billed_from_the_last_checkpoint(
+    server: Any, key: str, adapters: dict[str, Path], steady_clock: Callable[[], float]
+) -> None:
+    streams = start_streams(server, key, adapters, 8, 1000, steady_clock)
+    began = steady_clock()
+    wait_for(lambda: steady_clock() > began + 1.5 * CHECKPOINT_S)
     assert server.process is not None
     victims = [server.process.pid, *processes(server)]
-    killed_at = time.monotonic()
+    killed_at = steady_clock()
     for victim in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
@@ -305,7 +313,7 @@ def test_everything_killed_while_streams_end_bills_each_once(server: Any, key: s
         join_all(streams)
         server.start()
         ended = [stream for stream in streams if stream.ending == "done"]
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         names = {stream.request_name for stream in ended}
         while not names <= {row["client_request_id"] for row in server.usage_rows("acme")}:
             assert time.monotonic() < deadline, "a stream whose end was told is not billed"

@@ -32,7 +32,7 @@ def test_examples_run_one_after_the_other(
     ):
         assert script.count(written) == 1
         script = script.replace(written, here)
-    done = subprocess.run(["sh", "-eu", "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    done = subprocess.run(["sh", "-eu", "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"state": "ready"' in done.stdout
     assert '"object":"tenant.deleted"' in done.stdout

@@ -37,7 +37,7 @@ def assert_alive(server: Any, key: str, reference: Any, adapters: dict[str, Path
     client = server.client(key)
     assert server.complete(client, server.model.name, PROMPT, 6) == reference(None, PROMPT, 6)
     assert server.complete(client, "plain", PROMPT, 6) == reference(adapters["plain"], PROMPT, 6)
-    assert httpx2.get(f"{server.url}/readyz").status_code == 200
+    assert httpx2.get(f"{server.url}/readyz", timeout=60).status_code == 200
 
 
 def test_long_prompts_in_every_order_of_base_and_adapters(server: Any, key: str, adapters: dict[str, Path], reference: Any) -> None:
@@ -178,9 +178,9 @@ def test_every_kind_of_ending_gives_back_what_it_held(server: Any, key: str, ada
     unused = metrics["graftwork_engine_kv_blocks_free"] + metrics["graftwork_engine_kv_blocks_cached"]
     assert unused == metrics["graftwork_engine_kv_blocks_total"]
     assert_alive(server, key, reference, adapters)
-    time.sleep(1.5)  # the recount runs when the engine is idle
-    checked = server.wait_until_idle()
-    assert checked["graftwork_engine_integrity_checks_total"] > 0
+    deadline = time.monotonic() + 60
+    while (checked := server.wait_until_idle())["graftwork_engine_integrity_checks_total"] == 0:  # done when the engine is idle
+        assert time.monotonic() < deadline
     assert checked["graftwork_engine_integrity_faults_total"] == 0
 
 
@@ -237,7 +237,7 @@ def test_models_show_no_paths_and_nobody_elses_names(server: Any, key: str, make
     """vllm#11761, sglang#12745: model lists that showed the server's files, and errors that listed everybody's adapters."""
     other = server.tenant_with("initech", {"hidden": make_adapter("hidden", 82)})
     headers = {"Authorization": f"Bearer {key}"}
-    listed = httpx2.get(f"{server.url}/v1/models", headers=headers).text
+    listed = httpx2.get(f"{server.url}/v1/models", headers=headers, timeout=60).text
     assert "hidden" not in listed
     assert str(server.data_dir) not in listed
     assert all("/" not in model["id"] and model["parent"] in (None, server.model.name) for model in json.loads(listed)["data"])
@@ -245,10 +245,8 @@ def test_models_show_no_paths_and_nobody_elses_names(server: Any, key: str, make
         answer = httpx2.post(f"{server.url}/v1/completions", json={"model": model, "prompt": PROMPT}, headers=headers, timeout=60)
         assert answer.status_code == 404, model
         assert "stable" not in answer.text
-    names = [
-        model["id"] for model in httpx2.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {other}"}).json()["data"]
-    ]
-    assert names == [server.model.name, "hidden"]
+    shown = httpx2.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {other}"}, timeout=60).json()
+    assert [model["id"] for model in shown["data"]] == [server.model.name, "hidden"]
 
 
 def test_sigterm_lets_streams_end_and_takes_no_new_ones(
@@ -261,13 +259,13 @@ def test_sigterm_lets_streams_end_and_takes_no_new_ones(
     expected = server.complete(client, "kept", PROMPT, 700)
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
         streams = [pool.submit(server.stream_tokens, client, "kept", PROMPT, 700) for _ in range(5)]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while server.metrics().get("graftwork_engine_requests_running", 0) < 5:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         stopper = threading.Thread(target=server.stop, args=(signal.SIGTERM,))
         stopper.start()
-        assert [stream.result(60) for stream in streams] == [expected] * 5
-        stopper.join(60)
+        assert [stream.result(120) for stream in streams] == [expected] * 5
+        stopper.join(120)
     with pytest.raises(httpx2.HTTPError):
         httpx2.get(f"{server.url}/readyz", timeout=2)

@@ -103,7 +103,7 @@ def test_unknown_foreign_and_deleted_models_are_the_same_404(
 def test_keys_wrong_missing_and_revoked(server: Any, key: str) -> None:
     with pytest.raises(openai.AuthenticationError):
         server.complete(server.client("gw-wrong"), "plain", PROMPT, 2)
-    bare = httpx2.post(f"{server.url}/v1/completions", content=b"{not json")
+    bare = httpx2.post(f"{server.url}/v1/completions", content=b"{not json", timeout=60)
     assert bare.status_code == 401
     assert bare.json()["error"]["code"] == "invalid_api_key"
     made = server.cli("keys", "create", "--tenant", "acme", "--adapter", "stable")
@@ -171,7 +171,7 @@ def test_disconnect_frees_the_engine(server: Any, key: str) -> None:
     with pytest.raises(httpx2.TimeoutException):  # many prompts, so that it takes longer than this on any machine
         httpx2.post(f"{server.url}/v1/completions", json={**body, "prompt": [PROMPT] * 32}, headers=headers, timeout=0.3)
     server.wait_until_idle()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while sum(row["status"] == "aborted" for row in server.usage_rows("acme")) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -226,7 +226,11 @@ def test_32_streams_over_32_adapters_with_memory_for_8(
     files_before, before = open_files(), server.wait_until_idle()
     client = server.client(key)
     assert all_together() == alone
-    files_after, after = open_files(), server.wait_until_idle()
+    # A reader of the database may have been needed for the first time; what streams leave behind would be one file for each.
+    deadline = time.monotonic() + 60
+    while any(count - files_before[pid] >= len(names) // 2 for pid, count in open_files().items()):
+        assert time.monotonic() < deadline, (files_before, open_files())
+    after = server.wait_until_idle()
     for metrics in (before, after):
         assert metrics["graftwork_engine_adapter_device_references"] == 0
         assert metrics["graftwork_engine_adapter_holds"] == 0
@@ -234,5 +238,3 @@ def test_32_streams_over_32_adapters_with_memory_for_8(
         assert unused == metrics["graftwork_engine_kv_blocks_total"]
     evictions = "graftwork_engine_adapter_device_evictions_total"
     assert after[evictions] > before[evictions]
-    # A reader of the database may have been needed for the first time; what streams leave behind would be one file for each.
-    assert all(files_after[pid] - files_before[pid] < len(names) // 2 for pid in files_before)

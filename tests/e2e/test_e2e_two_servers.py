@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 
 PROMPT = [40, 41, 42, 43, 44, 45]
 SOON_S = 1.0
-"""Within this time a change made through one server holds at the other."""
+"""Within this time a change made through one server holds at the other, by a clock that stands still while the machine does."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def key(pair: tuple[Any, Any], adapters: dict[str, Path]) -> str:
 
 
 def test_adapter_ready_in_one_is_served_by_the_other_within_a_second(
-    pair: tuple[Any, Any], key: str, make_adapter: Callable[..., Path], reference: Any
+    pair: tuple[Any, Any], key: str, make_adapter: Callable[..., Path], reference: Any, steady_clock: Callable[[], float]
 ) -> None:
     first, second = pair
     """The name resolves at once; how soon the first token is there is the machine's affair."""
@@ -55,17 +55,17 @@ def test_adapter_ready_in_one_is_served_by_the_other_within_a_second(
         second.complete(client, "fresh", PROMPT, 1)
     version = f"{first.url}/admin/v1/tenants/acme/adapters/fresh/versions/v1"
     headers = {"Authorization": f"Bearer {first.admin_key}"}
-    with concurrent.futures.ThreadPoolExecutor(1) as pool, httpx2.Client(headers=headers, timeout=30) as admin:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, httpx2.Client(headers=headers, timeout=60) as admin:
         pushed = pool.submit(first.push, folder, tenant="acme", name="fresh")
         give_up = time.monotonic() + 120
         while (answer := admin.get(version)).status_code == 404:  # it has its number when it is ready
             assert time.monotonic() < give_up
             time.sleep(0.01)
-        ready_at = time.monotonic()
+        ready_at = steady_clock()
         assert answer.json()["state"] == "ready"
         tokens: list[int] = []
         while not tokens:
-            asked = time.monotonic()
+            asked = steady_clock()
             try:
                 tokens = second.complete(client, "fresh", PROMPT, 1)
             except openai.NotFoundError:
@@ -84,16 +84,18 @@ def test_both_answer_alike_and_each_request_is_billed_once(pair: tuple[Any, Any]
     assert rows == second.usage_rows("acme"), "both servers show the same rows"
 
 
-def test_a_key_made_at_one_works_at_the_other_and_its_revocation_too(pair: tuple[Any, Any], key: str) -> None:
+def test_a_key_made_at_one_works_at_the_other_and_its_revocation_too(
+    pair: tuple[Any, Any], key: str, steady_clock: Callable[[], float]
+) -> None:
     first, second = pair
     made = first.cli("keys", "create", "--tenant", "acme", "--adapter", "stable")
-    began = time.monotonic()
+    began = steady_clock()
     while True:
         try:
             assert len(second.complete(second.client(made["key"]), "default", PROMPT, 2)) == 2
             break
         except openai.AuthenticationError:
-            assert time.monotonic() - began < SOON_S, "the new key is not known after a second"
+            assert steady_clock() - began < SOON_S, "the new key is not known after a second"
     refused_at: list[float] = []
 
     def use() -> None:  # under load, with requests on the way that could bring the old key back
@@ -102,18 +104,18 @@ def test_a_key_made_at_one_works_at_the_other_and_its_revocation_too(pair: tuple
             try:
                 second.complete(client, "default", PROMPT, 2)
             except openai.AuthenticationError:
-                refused_at.append(time.monotonic())
+                refused_at.append(steady_clock())
 
     users = [threading.Thread(target=use) for _ in range(4)]
     for user in users:
         user.start()
     time.sleep(0.3)
     revoke = f"{first.url}/admin/v1/tenants/acme/keys/{made['id']}"
-    answer = httpx2.delete(revoke, headers={"Authorization": f"Bearer {first.admin_key}"}, timeout=30)
-    revoked_at = time.monotonic()
+    answer = httpx2.delete(revoke, headers={"Authorization": f"Bearer {first.admin_key}"}, timeout=60)
+    revoked_at = steady_clock()
     assert answer.status_code == 200
     for user in users:
-        user.join(30)
+        user.join(60)
     assert refused_at[0] - revoked_at < SOON_S
     for _ in range(20):
         with pytest.raises(openai.AuthenticationError):
@@ -138,14 +140,14 @@ def test_an_upload_may_be_sent_through_both(pair: tuple[Any, Any], key: str, mak
     headers = {"Authorization": f"Bearer {pair[0].admin_key}"}
     promised = [{"path": n, "size": len(b), "sha256": hashlib.sha256(b).hexdigest()} for n, b in files.items()]
     root = [f"{server.url}/admin/v1/tenants/acme/uploads" for server in pair]
-    upload = httpx2.post(root[0], headers=headers, json={"name": "split", "files": promised}).json()
+    upload = httpx2.post(root[0], headers=headers, json={"name": "split", "files": promised}, timeout=60).json()
     for number, part in enumerate(upload["parts"]):
         body = files[part["path"]][part["offset"] : part["offset"] + part["size"]]
         url = f"{root[number % 2]}/{upload['id']}/files/{part['path']}"
-        assert httpx2.put(url, params={"part": part["part"]}, headers=headers, content=body).status_code == 204
+        assert httpx2.put(url, params={"part": part["part"]}, headers=headers, content=body, timeout=60).status_code == 204
     assert httpx2.post(f"{root[1]}/{upload['id']}/complete", headers=headers, timeout=60).status_code in (200, 202)
-    deadline = time.monotonic() + 60
-    while (state := httpx2.get(f"{root[0]}/{upload['id']}", headers=headers).json()["state"]) == "validating":
+    deadline = time.monotonic() + 120
+    while (state := httpx2.get(f"{root[0]}/{upload['id']}", headers=headers, timeout=60).json()["state"]) == "validating":
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert state == "ready"
@@ -164,7 +166,7 @@ def test_a_server_with_other_secrets_is_refused(shared: Any, pair: tuple[Any, An
         *(sys.executable, "-m", "graftwork_platform.cli", "serve", "--model", str(tiny_base), "--port", "0"),
         *("--data-dir", str(tmp_path / "other"), *shared.arguments),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "--secrets-dir" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

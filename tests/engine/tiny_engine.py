@@ -208,7 +208,7 @@ class TinyEngine:
     def check_idle(self) -> None:
         """Wait for loads that nobody wants any more; then everything is back, and no recount finds anything."""
         assert not self.core.has_work
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 60
         while self.stat("adapters_loading"):
             assert time.monotonic() < give_up
             self.core.take_in_loads()

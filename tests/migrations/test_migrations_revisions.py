@@ -272,7 +272,7 @@ def test_servers_that_start_together_migrate_once(url: str) -> None:
     for process in running:
         process.stdin.write(f"{url}\n")
         process.stdin.close()
-    assert [(process.wait(60), process.stdout.read()) for process in running] == [(0, "")] * 2
+    assert [(process.wait(300), process.stdout.read()) for process in running] == [(0, "")] * 2
     for process in running:
         process.stdout.close()
     assert runner.current(url) == runner.head()

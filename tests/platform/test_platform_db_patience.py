@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -21,7 +21,7 @@ from graftwork_platform.db_patience import Patience
 from graftwork_platform.ids import uuid7
 from graftwork_platform.models import Tenant
 
-SOON_S = 4.0  # on a slow machine; without a limit it would be for ever
+SOON_S = 2.5  # of a clock that stands still while the machine does; without a limit it would be seconds more, or for ever
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def database(postgres_url: str, line: Any) -> Iterator[Database]:
 
 
 async def use_all(database: Database) -> None:
-    all_of_them = threading.Barrier(6, timeout=10)
+    all_of_them = threading.Barrier(6, timeout=60)
 
     def look(session: Session) -> None:
         session.execute(select(1))
@@ -52,19 +52,21 @@ def add(session: Session, name: str) -> None:
     session.add(Tenant(id=uuid7(), name=name, created_at=0))
 
 
-def test_a_frozen_server_is_given_up_in_time_by_callers_and_by_threads(database: Database, line: Any) -> None:
+def test_a_frozen_server_is_given_up_in_time_by_callers_and_by_threads(
+    database: Database, line: Any, steady_clock: Callable[[], float]
+) -> None:
     async def main() -> None:
         line.hold()
-        began = time.monotonic()
+        began = steady_clock()
         waiting = [database.run_read(names, within=0.3) for _ in range(12)]  # more than there are threads
         waiting += [database.run_write(names, within=0.3) for _ in range(3)]
         answers = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(answer) for answer in answers] == [DatabaseUnavailable] * 15
         assert {answer.code for answer in answers if isinstance(answer, DatabaseUnavailable)} == {"database_unavailable"}
-        assert time.monotonic() - began < SOON_S
+        assert steady_clock() - began < SOON_S
         for threads in (database._reader_threads, database._writer_threads):
             free = [threads.submit(time.sleep, 0.05) for _ in range(4)]
-            await asyncio.to_thread(lambda free=free: [each.result(timeout=SOON_S) for each in free])
+            await asyncio.to_thread(lambda free=free: [each.result(timeout=60) for each in free])
         line.mend()
         assert await database.run_read(names) == []
         await database.run_write(lambda session: add(session, "after"))
@@ -73,16 +75,18 @@ def test_a_frozen_server_is_given_up_in_time_by_callers_and_by_threads(database:
     asyncio.run(main())
 
 
-def test_a_server_that_freezes_between_two_statements_is_given_up_too(database: Database, line: Any) -> None:
+def test_a_server_that_freezes_between_two_statements_is_given_up_too(
+    database: Database, line: Any, steady_clock: Callable[[], float]
+) -> None:
     def work(session: Session) -> None:
         session.execute(select(1))
         line.hold()
         session.execute(select(2))
 
-    began = time.monotonic()
+    began = steady_clock()
     with pytest.raises(DatabaseUnavailable):
         asyncio.run(database.run_read(work, within=0.3))
-    assert time.monotonic() - began < SOON_S
+    assert steady_clock() - began < SOON_S
 
 
 def test_a_write_that_was_given_up_is_not_committed_later(database: Database) -> None:
@@ -97,7 +101,7 @@ def test_a_write_that_was_given_up_is_not_committed_later(database: Database) ->
     assert asyncio.run(database.run_read(names)) == ["next"]
 
 
-def test_a_stop_does_not_wait_for_a_frozen_server(database: Database, line: Any) -> None:
+def test_a_stop_does_not_wait_for_a_frozen_server(database: Database, line: Any, steady_clock: Callable[[], float]) -> None:
     async def main() -> None:
         line.hold()
         waiting = [asyncio.create_task(database.run_read(names, within=600.0)) for _ in range(6)]
@@ -107,9 +111,9 @@ def test_a_stop_does_not_wait_for_a_frozen_server(database: Database, line: Any)
         await asyncio.to_thread(database.close)
         assert {type(error) for error in await asyncio.gather(*waiting, return_exceptions=True)} == {DatabaseUnavailable}
 
-    began = time.monotonic()
+    began = steady_clock()
     asyncio.run(main())
-    assert time.monotonic() - began < SOON_S
+    assert steady_clock() - began < SOON_S
 
 
 def test_an_answer_that_is_slow_and_in_time_is_waited_for(database: Database) -> None:

@@ -54,7 +54,7 @@ def lines(tmp_path: Path) -> list[str]:
 
 
 def wait_for(tmp_path: Path, count: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(lines(tmp_path)) < count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -88,7 +88,7 @@ def test_a_deaf_child_is_killed(tmp_path: Path) -> None:
     thread.start()
     wait_for(tmp_path, 2)
     supervisor.request_stop()
-    thread.join(10)
+    thread.join(60)
     assert supervised.process is not None
     assert supervised.process.returncode == -9
 
@@ -167,5 +167,5 @@ for _ in range(1500):
 
 def test_a_signal_at_any_moment_stops_it() -> None:
     """A handler that takes a lock waits for ever if it interrupts the holder of that lock: Ctrl-C then does nothing."""
-    done = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=300, check=False)
     assert done.returncode == 0

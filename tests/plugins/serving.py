@@ -36,7 +36,7 @@ from graftwork_platform.settings import ClientSettings
 
 BACKENDS = ("local", "shared")
 
-START_S = 90.0
+START_S = 300.0
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -170,7 +170,7 @@ class Server:
     def stop(self, number: int = signal.SIGINT) -> int:
         assert self.process is not None
         self.process.send_signal(number)
-        code = self.process.wait(30)
+        code = self.process.wait(120)
         self.process = None
         return code
 
@@ -181,7 +181,7 @@ class Server:
     def cli(self, *arguments: str, check: bool = True) -> Any:
         command = [sys.executable, "-m", "graftwork_platform.cli", *arguments, "--json"]
         environment = {**os.environ, "GRAFTWORK_URL": self.url, "GRAFTWORK_ADMIN_KEY": self.admin_key}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
         if check and done.returncode != 0:
             raise AssertionError(f"{arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
         return json.loads(done.stdout)
@@ -229,13 +229,13 @@ class Server:
         query = {"tenant": tenant, "limit": "100"}
         while True:
             headers = {"Authorization": f"Bearer {self.admin_key}"}
-            page = httpx2.get(f"{self.url}/admin/v1/usage", params=query, headers=headers).json()
+            page = httpx2.get(f"{self.url}/admin/v1/usage", params=query, headers=headers, timeout=60).json()
             rows += page["data"]
             if not page["has_more"]:
                 return rows
             query["after"] = page["last_id"]
 
-    def wait_usage(self, tenant: str, count: int, timeout_s: float = 20.0) -> list[dict[str, Any]]:
+    def wait_usage(self, tenant: str, count: int, timeout_s: float = 120.0) -> list[dict[str, Any]]:
         """All usage rows of a tenant, once there are ``count``: a row follows its stream's end within moments."""
         deadline = time.monotonic() + timeout_s
         while len(rows := self.usage_rows(tenant)) < count:
@@ -244,7 +244,7 @@ class Server:
         assert len(rows) == count
         return rows
 
-    def wait_until_idle(self, timeout_s: float = 20.0) -> dict[str, float]:
+    def wait_until_idle(self, timeout_s: float = 120.0) -> dict[str, float]:
         """The metrics, once no request runs or waits, and younger than the call: the engine tells them once a second."""
         time.sleep(1.2)
         deadline = time.monotonic() + timeout_s
@@ -257,7 +257,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its full name."""
-        lines = httpx2.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        lines = httpx2.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line and not line.startswith("#")}
 
     def process_ids(self, module: str) -> list[int]:

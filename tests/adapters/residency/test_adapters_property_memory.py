@@ -21,7 +21,7 @@ def bring_and_let_go(residency: AdapterResidency, key: str, woken: threading.Eve
     residency.hold(key)
     while residency.acquire(key) is None:
         assert residency.failure(key) is None
-        assert woken.wait(10)
+        assert woken.wait(60)
         woken.clear()
         residency.poll()
     residency.drop(key)

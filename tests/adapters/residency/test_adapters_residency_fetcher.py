@@ -97,14 +97,14 @@ def test_a_slow_key_does_not_hold_up_another(memory_store, packed_of, tmp_path):
     def fetch(name, dest):
         if name == packed_path(slow):
             asked.set()
-            assert release.wait(10)
+            assert release.wait(60)
         real_fetch(name, dest)
 
     memory_store.fetch = fetch
     fetcher = Fetcher(memory_store, tmp_path / "cache", GENEROUS)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(load, fetcher, slow)
-        assert asked.wait(10)
+        assert asked.wait(60)
         load(fetcher, quick)
         assert not future.done()
         release.set()

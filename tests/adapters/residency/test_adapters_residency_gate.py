@@ -549,7 +549,7 @@ def test_real_threads_real_files_and_a_restart(packed_of, kernel_sees, tmp_path)
         waiting = {packed.key: packed for packed in adapters}
         for key in waiting:
             residency.hold(key)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while waiting:
             assert time.monotonic() < deadline
             woken.wait(0.1)

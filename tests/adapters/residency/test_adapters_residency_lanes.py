@@ -18,7 +18,7 @@ from graftwork_adapters.residency import AdapterResidency
 from graftwork_engine.errors import ErrorCode
 
 PAGE, NUM_LOADERS = 512, 2
-PATIENCE = 10.0
+PATIENCE = 60.0
 """Seconds that a test waits for what should be there at once."""
 
 

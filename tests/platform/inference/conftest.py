@@ -221,7 +221,7 @@ class Server:
         """The one row of a request, which is in the database a moment after its end; read through a connection of its own."""
         key = parse("req", request_id)
         engine = create_engine(self.database)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         rows: list[Usage] = []
         while not rows and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -242,7 +242,7 @@ class Server:
         """Ready versions of an adapter of the first tenant, without any blob."""
         engine = create_engine(self.database)
         with Session(engine, expire_on_commit=False) as session, session.begin():
-            session.execute(text("PRAGMA busy_timeout=10000"))
+            session.execute(text("PRAGMA busy_timeout=60000"))
             adapter = Adapter(id=uuid7(), tenant_id=self.tenant_id, name=name, next_version=versions + 1, created_at=1000)
             session.add(adapter)
             session.flush()
@@ -300,8 +300,8 @@ def running_server(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, mo
         port = server.servers[0].sockets[0].getsockname()[1]
         loop = asyncio.get_running_loop()
         url = f"http://127.0.0.1:{port}"
-        http = httpx.Client(base_url=url, timeout=20)
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key.text, max_retries=0, timeout=20, _strict_response_validation=True)
+        http = httpx.Client(base_url=url, timeout=60)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key.text, max_retries=0, timeout=60, _strict_response_validation=True)
         tokenizer = model_text.tokenizer
         keys = (key.text, row.id, other_key.text)
         found.append(Server(url, settings.database, engine, services, tokenizer, loop, tenant.id, *keys, http, client, app))

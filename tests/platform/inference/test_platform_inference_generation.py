@@ -9,6 +9,7 @@ from uuid import UUID
 
 import msgspec
 import pytest
+from idle_time import run
 
 from graftwork_adapters.errors import AdapterTooLarge, BlobCorrupt, BlobNotFound, StoreUnavailable
 from graftwork_adapters.keys import AdapterDigest, PackedKey
@@ -151,7 +152,7 @@ async def collect(running) -> list[Delta]:
 
 def test_a_missing_packed_form_is_rebuilt_and_the_request_runs_again(generator) -> None:
     engine, ledger, packer = Engine([MISSING], [item(0), item(1, "stop")]), Ledger(), Packer()
-    items = asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
+    items = run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
     assert [each.token_ids for each in items] == [[40], [41]]
     assert packer.calls == ["d" * 64]
     first, second = engine.requests
@@ -165,7 +166,7 @@ def test_a_missing_packed_form_is_rebuilt_and_the_request_runs_again(generator) 
 def test_a_corrupt_packed_form_is_replaced_and_the_request_runs_again(generator) -> None:
     corrupt = RequestFailed(ErrorCode.ADAPTER_CORRUPT, "the bytes of its rows do not match their checksum")
     engine, ledger, packer = Engine([corrupt], [item(0), item(1, "stop")]), Ledger(), Packer()
-    items = asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
+    items = run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
     assert [each.token_ids for each in items] == [[40], [41]]
     assert packer.calls == [("d" * 64, True)]
     assert [row.status for row in ledger.rows] == ["completed"]
@@ -174,14 +175,14 @@ def test_a_corrupt_packed_form_is_replaced_and_the_request_runs_again(generator)
 def test_it_is_rebuilt_once_only(generator) -> None:
     engine, ledger, packer = Engine([MISSING], [MISSING]), Ledger(), Packer()
     with pytest.raises(PlatformError, match="`triage`") as caught:
-        asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
+        run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
     assert (caught.value.status, len(packer.calls), len(ledger.rows)) == (503, 1, 1)
 
 
 def test_nothing_is_rebuilt_after_the_first_token(generator) -> None:
     engine, ledger, packer = Engine([item(0), MISSING]), Ledger(), Packer()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
+        run(collect(generator(engine, ledger, packer).run(ADMITTED, Tally())))
     assert (caught.value.status, packer.calls) == (503, [])
     assert (ledger.rows[0].prompt_tokens, ledger.rows[0].output_tokens) == (3, 1)
 
@@ -199,7 +200,7 @@ def test_nothing_is_rebuilt_after_the_first_token(generator) -> None:
 def test_a_rebuild_that_fails(generator, failure: Exception, status: int, code: str) -> None:
     ledger = Ledger()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(Engine([MISSING]), ledger, Packer(failure)).run(ADMITTED, Tally())))
+        run(collect(generator(Engine([MISSING]), ledger, Packer(failure)).run(ADMITTED, Tally())))
     assert (caught.value.status, caught.value.code) == (status, code)
     assert [row.status for row in ledger.rows] == ["failed"]
 
@@ -207,7 +208,7 @@ def test_a_rebuild_that_fails(generator, failure: Exception, status: int, code: 
 def test_a_request_the_engine_stops_by_itself_has_failed(generator) -> None:
     ledger = Ledger()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(Engine([item(0), item(1, "abort")]), ledger).run(ADMITTED, Tally())))
+        run(collect(generator(Engine([item(0), item(1, "abort")]), ledger).run(ADMITTED, Tally())))
     assert (caught.value.status, ledger.rows[0].status, ledger.rows[0].output_tokens) == (503, "failed", 1)
 
 
@@ -220,7 +221,7 @@ def test_an_engine_that_never_answers_is_not_waited_for_for_ever(generator, scri
 
     late = generator(engine, ledger, pack, grace=0.02, now=lambda: 1031.0)
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(late.run(ADMITTED, Tally())))
+        run(collect(late.run(ADMITTED, Tally())))
     assert (caught.value.status, caught.value.headers) == (504, {"x-should-retry": "false"})
     assert [row.status for row in ledger.rows] == ["failed"]
     assert engine.closed == 1
@@ -231,7 +232,7 @@ def test_a_prompt_is_billed_once_its_first_item_has_come(generator, script: list
     """Whether its time ran out or its client left."""
     timed_out, left = Ledger(), Ledger()
     with pytest.raises(PlatformError):
-        asyncio.run(collect(generator(Engine(list(script)), timed_out, grace=0.02, now=lambda: 1031.0).run(ADMITTED, Tally())))
+        run(collect(generator(Engine(list(script)), timed_out, grace=0.02, now=lambda: 1031.0).run(ADMITTED, Tally())))
 
     async def leave() -> None:
         task = asyncio.create_task(collect(generator(Engine(list(script)), left).run(ADMITTED, Tally())))
@@ -239,7 +240,7 @@ def test_a_prompt_is_billed_once_its_first_item_has_come(generator, script: list
         task.cancel()
         await asyncio.wait([task])
 
-    asyncio.run(leave())
+    run(leave())
     assert [(row.status, row.prompt_tokens) for row in (*timed_out.rows, *left.rows)] == [("failed", billed), ("aborted", billed)]
     assert [row.prompt_tokens for row, _ in (*timed_out.opened, *left.opened)] == [3, 3]
 
@@ -249,7 +250,7 @@ def test_of_several_prompts_those_that_have_begun_are_billed(generator) -> None:
     ledger = Ledger()
     late = generator(Engine([item(0), item(1, "stop")], [None], [item(0, "stop")]), ledger, grace=0.02, now=lambda: 1031.0)
     with pytest.raises(PlatformError):
-        asyncio.run(collect(late.run(replace(ADMITTED, prompts=prompts, n=2), Tally())))
+        run(collect(late.run(replace(ADMITTED, prompts=prompts, n=2), Tally())))
     assert ledger.rows[0].prompt_tokens == 3
 
 
@@ -264,14 +265,14 @@ def test_a_finished_request_is_not_told_of_a_timeout(generator) -> None:
             await asyncio.sleep(0.1)
             assert await anext(deltas, None) is None
 
-    asyncio.run(main())
+    run(main())
     assert [row.status for row in ledger.rows] == ["completed"]
 
 
 def test_an_output_that_just_ends_has_failed(generator) -> None:
     ledger = Ledger()
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(Engine([item(0)]), ledger).run(ADMITTED, Tally())))
+        run(collect(generator(Engine([item(0)]), ledger).run(ADMITTED, Tally())))
     assert (caught.value.status, ledger.rows[0].status, ledger.rows[0].output_tokens) == (503, "failed", 1)
 
 
@@ -285,7 +286,7 @@ def test_an_answer_that_cannot_be_accounted_for_is_not_given(generator) -> None:
         await anext(running)
 
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(main())
+        run(main())
     assert caught.value.code == "usage_not_recorded"
     assert (len(seen), len(ledger.rows)) == (1, 1)
 
@@ -295,7 +296,7 @@ def test_a_prompts_other_choices_start_when_its_first_item_is_there(generator) -
     engine, ledger = Engine(*([item(0), item(1, "stop")] for _ in range(6))), Ledger()
     tally = Tally()
     admitted = replace(ADMITTED, prompts=prompts, n=3)
-    deltas = asyncio.run(collect(generator(engine, ledger).run(admitted, tally)))
+    deltas = run(collect(generator(engine, ledger).run(admitted, tally)))
     assert engine.log[:8] == ["add ", "add -3", "item ", "add -1", "add -2", "item -3", "add -4", "add -5"]
     assert sorted((delta.index, delta.finish is not None) for delta in deltas) == [
         (i, last) for i in range(6) for last in (False, True)
@@ -313,7 +314,7 @@ def test_a_stop_string_ends_the_engines_request_and_what_comes_later_is_not_coun
     steps = [OutItem("r", place, [token_id]) for place, token_id in enumerate([*ids, *ids])]
     engine, ledger = Engine(steps, [OutItem("r", 0, ids + ids, finish="length")]), Ledger()
     admitted = replace(ADMITTED, n=2, stop=StopRule((" world",)))
-    deltas = asyncio.run(collect(generator(engine, ledger).run(admitted, Tally())))
+    deltas = run(collect(generator(engine, ledger).run(admitted, Tally())))
     for index in range(2):
         mine = [delta for delta in deltas if delta.index == index]
         assert ("".join(delta.text for delta in mine), mine[-1].finish) == ("hello", FinishReason.STOP)
@@ -325,7 +326,7 @@ def test_a_stop_string_ends_the_engines_request_and_what_comes_later_is_not_coun
 def test_a_request_that_cannot_be_accounted_for_does_not_run(generator) -> None:
     engine, ledger = Engine([item(0, "stop")]), Ledger(shut=UsageNotRecorded("disk full"))
     with pytest.raises(PlatformError) as caught:
-        asyncio.run(collect(generator(engine, ledger).run(ADMITTED, Tally())))
+        run(collect(generator(engine, ledger).run(ADMITTED, Tally())))
     assert (caught.value.status, caught.value.code) == (503, "usage_not_recordable")
     assert "retry-after" in caught.value.headers
     assert not engine.requests
@@ -344,7 +345,7 @@ def test_cancelling_again_and_again_loses_no_row(generator, cancels: int) -> Non
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(main())
+    run(main())
     assert [(row.status, row.output_tokens) for row in ledger.rows] == [("aborted", 1)]
 
 
@@ -358,7 +359,7 @@ def test_cancelled_while_the_completed_row_is_written_there_is_no_second_row(gen
             await task
         return ledger.rows
 
-    assert [row.status for row in asyncio.run(main())] == ["completed"]
+    assert [row.status for row in run(main())] == ["completed"]
 
 
 def test_a_cancellation_of_its_own_is_no_timeout() -> None:
@@ -375,4 +376,4 @@ def test_a_cancellation_of_its_own_is_no_timeout() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(main())
+    run(main())

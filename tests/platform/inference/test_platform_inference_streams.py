@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from idle_time import run
 
 from graftwork_platform.errors import PlatformError
 from graftwork_platform.inference.sse import ClientGone, EventStream, event, until_disconnect
@@ -32,7 +33,7 @@ def test_work_is_cancelled_and_finished_when_the_client_goes() -> None:
             await until_disconnect(receive, work())
         steps.append("raised")
 
-    asyncio.run(main())
+    run(main())
     assert steps == ["cleaned up", "raised"]
 
 
@@ -55,7 +56,7 @@ def stream_of(steps, keep_alive: float) -> list[dict]:
     async def receive():
         await asyncio.Event().wait()
 
-    asyncio.run(EventStream(frames(), keep_alive=keep_alive)({"type": "http"}, receive, send))
+    run(EventStream(frames(), keep_alive=keep_alive)({"type": "http"}, receive, send))
     return sent
 
 
@@ -113,7 +114,7 @@ def test_event_stream_closes_its_frames_when_sending_fails() -> None:
         with pytest.raises(OSError, match="broken"):
             await EventStream(frames(), keep_alive=15.0)({"type": "http"}, receive, send)
 
-    asyncio.run(main())
+    run(main())
     assert closed == [True]
 
 
@@ -138,7 +139,7 @@ def test_a_client_that_does_not_read_has_gone(patience: float, time_left: float)
         await asyncio.Event().wait()
 
     stream = EventStream(frames(), keep_alive=0.05, time_left=time_left, patience=patience)
-    asyncio.run(asyncio.wait_for(stream({"type": "http"}, receive, send), 10))
+    run(asyncio.wait_for(stream({"type": "http"}, receive, send), 10))
     assert steps == ["closed"]
 
 
@@ -156,7 +157,7 @@ def test_a_client_that_reads_slowly_has_not_gone() -> None:
     async def receive():
         await asyncio.Event().wait()
 
-    asyncio.run(EventStream(frames(), keep_alive=5.0, patience=0.4)({"type": "http"}, receive, send))
+    run(EventStream(frames(), keep_alive=5.0, patience=0.4)({"type": "http"}, receive, send))
     assert read == [None, *(b"%d" % number for number in range(12)), b""]
 
 

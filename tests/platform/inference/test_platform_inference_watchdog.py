@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from idle_time import run
 
 from graftwork_platform.inference.watchdog import Watchdog
 
@@ -21,16 +22,16 @@ def test_a_watchdog_that_looks_away_ends_nothing_until_it_watches_again() -> Non
             steps.append("not reached")
 
     with pytest.raises(TimeoutError):
-        asyncio.run(look_away())
+        run(look_away())
     assert steps == ["not ended"]
 
 
 def test_a_watchdog_takes_its_timer_with_it() -> None:
     async def main() -> None:
-        with Watchdog(0.01) as watchdog:
+        with Watchdog(1000.0) as watchdog:
             watchdog.watch()
             timer = watchdog._timer
         assert timer is not None
         assert timer.cancelled()
 
-    asyncio.run(main())
+    run(main())

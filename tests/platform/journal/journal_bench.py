@@ -23,7 +23,8 @@ from graftwork_platform.models import UsageStatus
 from graftwork_platform.usage import UsageRow
 
 TENANT, KEY = uuid7(), uuid7()
-TIMES = RecoveryTimes(engine_wait=0.2, stopping_wait=0.2, poll_every=0.01)
+TIMES = RecoveryTimes(engine_wait=60.0, stopping_wait=0.2, poll_every=0.01)
+"""An engine that is away says so at once, and one that stops nothing is asked 20 times, on a machine of any speed."""
 
 
 def make_row(**changes: Any) -> UsageRow:
@@ -138,10 +139,11 @@ class Bench:
     table: TableOfRows = field(default_factory=TableOfRows)
     engine: Engine = field(default_factory=Engine)
     now: float = 1000.0
+    times: RecoveryTimes = TIMES
 
     def ledger(self, **limits: Any) -> UsageLedger:
         """A new process's ledger, not yet started."""
-        chosen = JournalLimits(**{"drain": 0.5, **limits})
+        chosen = JournalLimits(**{"drain": 60.0, **limits})
         return UsageLedger(self.root, self.table.write, chosen, clock=lambda: self.now, sync=self.disk.sync)
 
     async def started(self, **limits: Any) -> UsageLedger:
@@ -160,11 +162,11 @@ class Bench:
 
     async def recover(self, ledger: UsageLedger) -> None:
         """What the background does at a start."""
-        await Recovery(ledger, self.engine, TIMES).recover()
+        await Recovery(ledger, self.engine, self.times).recover()
 
-    async def written(self) -> None:
-        """Wait a little for the database to have what it will have."""
-        for _ in range(20):
+    async def written(self, ledger: UsageLedger) -> None:
+        """Wait for the database to have every row that is durable."""
+        while ledger.stats["unwritten_rows"]:
             await asyncio.sleep(0.001)
 
     def folders(self) -> list[str]:
@@ -214,7 +216,7 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
     """In a loop of its own, for so long and no longer."""
 
     async def within() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await work()
 
     asyncio.run(within())

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def test_a_silent_engine_is_not_waited_for(bench: Bench) -> None:
             await asyncio.Event().wait()
 
         bench.engine.claim_orphans = never  # type: ignore[method-assign]
+        bench.times = replace(TIMES, engine_wait=0.2)
         assert (await recovered(bench))[row.request_id].output_tokens == 0
 
     run(work)
@@ -308,7 +310,7 @@ def test_the_journal_of_a_process_that_dies_later_is_found_too(bench: Bench) -> 
         row, entry, [engine_id] = open_one(first)
         entry.count(engine_id, 2, 0)
         await bench.checkpoint(first)
-        times = RecoveryTimes(engine_wait=0.2, stopping_wait=0.2, poll_every=0.01, look_every=0.01)
+        times = replace(TIMES, look_every=0.01)
         async with recovering(Recovery(second, bench.engine, times)):
             await asyncio.sleep(0.05)
             assert bench.table.rows == {}
@@ -358,8 +360,7 @@ def test_the_background_goes_on_after_a_fault(bench: Bench, monkeypatch: pytest.
 
         monkeypatch.setattr(recovery, "recover", recover)
         async with recovering(recovery):
-            async with asyncio.timeout(5):
-                await calls.wait()
+            await calls.wait()
         with contextlib.suppress(UsageNotRecorded):
             await ledger.close()
 

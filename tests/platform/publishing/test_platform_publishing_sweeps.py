@@ -33,13 +33,13 @@ class Gate:
     def __call__(self, operation: str, key: str) -> None:
         if operation == self._operation and self._part in key and not key.startswith("incoming/"):
             self.reached.set()
-            assert self._may_go.wait(20)
+            assert self._may_go.wait(60)
 
     def open(self) -> None:
         self._may_go.set()
 
     async def is_reached(self) -> None:
-        assert await asyncio.to_thread(self.reached.wait, 20)
+        assert await asyncio.to_thread(self.reached.wait, 60)
 
 
 async def marks(server: Any) -> list[str]:

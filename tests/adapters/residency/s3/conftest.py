@@ -27,14 +27,15 @@ Answer = tuple[int, list[tuple[str, str]], bytes]  # status, headers, body
 LIMITS = S3Limits(
     multipart_threshold=5 * MIB,
     part_bytes=5 * MIB,
-    connect_timeout=5,
-    read_timeout=5,
-    deadline=30,
+    connect_timeout=20,
+    read_timeout=20,
+    deadline=90,
     first_delay=0.01,
     longest_delay=0.05,
     max_attempts=4,
 )
-HASTY = replace(LIMITS, read_timeout=0.3, deadline=1.0, slowest_rate=100 * MIB)
+"""For calls that pass in the end: no limit of time that a machine which stalls could meet."""
+HASTY = replace(LIMITS, connect_timeout=5, read_timeout=0.3, deadline=1.0, slowest_rate=100 * MIB)
 
 
 @dataclass
@@ -113,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = relay
 
     def forward(self, body: bytes) -> Answer:
-        connection = http.client.HTTPConnection(self.server.upstream, timeout=20)
+        connection = http.client.HTTPConnection(self.server.upstream, timeout=60)
         connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         for name, value in self.headers.items():
             if name.lower() not in ("expect", "connection"):

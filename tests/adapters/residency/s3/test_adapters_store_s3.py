@@ -253,10 +253,10 @@ def test_a_command_runs_beside_a_server_whose_data_stay(s3_server, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "dev_servers", "s3", "--data-dir", str(tmp_path / "data"), "--"]
     command += [sys.executable, "-c", BESIDE, "s3://{bucket}/x", "{endpoint}", str(file_of(tmp_path, 1000))]
-    first = subprocess.run(command, env=environment, input=b"", capture_output=True, timeout=60)
+    first = subprocess.run(command, env=environment, input=b"", capture_output=True, timeout=120)
     assert (first.stdout, first.returncode) == (b"True\n", 7), first.stderr
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as second:
         assert second.stdout is not None
         assert second.stdout.readline() == b"False\n"  # the blob outlived the first server
         second.send_signal(signal.SIGTERM)
-        assert second.wait(10) == 128 + signal.SIGTERM
+        assert second.wait(60) == 128 + signal.SIGTERM

@@ -10,7 +10,7 @@ import pytest
 from graftwork_adapters.errors import BlobCorrupt, BlobNotFound, StoreUnavailable
 
 ALWAYS = 1 << 30
-SLACK = 8.0  # seconds that a busy machine may add to a deadline, whose exact place the budget's own tests check
+SLACK = 40.0  # seconds that a busy machine may add to a deadline, whose exact place the budget's own tests check
 BLOB = os.urandom(300_000)
 PLACES = [0, 150_000, -1]  # first, middle, last byte
 
