@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from graftwork_engine.batch import BatchBuilder, StepBatch
@@ -47,8 +48,9 @@ class GraphForward:
         self._eager = eager
         self._sizes = sorted(sizes)
         self._replays: dict[int, Replay] = {}
-        for size in reversed(self._sizes):  # what the largest needs for a time is enough for all others
-            self._replays[size] = capture(partial(eager, builder.idle(size)))
+        with torch.inference_mode():
+            for size in reversed(self._sizes):  # what the largest needs for a time is enough for all others
+                self._replays[size] = capture(partial(eager, builder.idle(size)))
 
     def length(self, num_rows: int, num_requests: int) -> int:
         """The next size, of steps that are replayed."""
