@@ -26,7 +26,7 @@ from graftwork_kernels.adapter_batch import build_adapter_batch
 from graftwork_kernels.layout import AdapterBatch, AdapterMemory, LinearSite, RowType, SiteField, Weight
 from graftwork_kernels.ops import Operators
 from graftwork_kernels.row_codec import row_bytes
-from graftwork_kernels.triton.linear import AdapterLauncher, Form
+from graftwork_kernels.triton.linear import AdapterLauncher, Form, has_e4m3
 from graftwork_kernels.triton.operators import TritonOperators
 
 Figures = dict[str, float | str]
@@ -60,7 +60,7 @@ class Bench:
     def operators(self, form: Form = Form.TWO) -> TritonOperators:
         """The kernels, interpreted where there is no GPU."""
         if self.is_dry:
-            return TritonOperators(3, self.max_rank, form=form, is_exact=True, is_wide=True)
+            return TritonOperators(3, self.max_rank, has_e4m3=False, form=form, is_exact=True, is_wide=True)
         return TritonOperators.on(self.device, self.max_rank, form=form)
 
     def in_time(self, items: Sequence[Item], name: Callable[[Item], str]) -> Iterator[Item]:
@@ -204,7 +204,8 @@ def adapter_bandwidth(bench: Bench) -> Figures:
         each = [ranks[adapter % len(ranks)] for adapter in range(number)]
         memory = random_adapters(bench.shape, each, row_type, bench.device, scattered=False)
         batch = build_adapter_batch([row % number for row in range(num_rows)], bench.device)
-        launcher = AdapterLauncher(4 * _processors(bench), bench.max_rank, form, is_exact=bench.is_dry, is_wide=bench.is_dry)
+        how = {"is_exact": bench.is_dry, "is_wide": bench.is_dry, "has_e4m3": has_e4m3(bench.device)}
+        launcher = AdapterLauncher(4 * _processors(bench), bench.max_rank, form, **how)
         run, num_bytes = _all_linears(bench, launcher, memory, batch, each, row_type, num_rows)
         seconds = bench.seconds(run)
         name = f"{number} adapters r{'/'.join(map(str, ranks))} {row_type.name.lower()} {form.value}"

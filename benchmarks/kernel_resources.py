@@ -42,7 +42,7 @@ from graftwork_kernels.layout import (
     SamplingBatch,
     Weight,
 )
-from graftwork_kernels.triton.linear import Form
+from graftwork_kernels.triton.linear import E4M3_SINCE, Form
 from graftwork_kernels.triton.operators import TritonOperators
 
 ARCHITECTURES = (80, 90, 100)
@@ -62,6 +62,7 @@ class Resources:
     spills: int  # instructions that move registers to and from local memory
     loads: dict[str, int]  # instructions that read global memory, by bits
     tensor_cores: dict[str, int]  # by instruction
+    from_e4m3: int  # instructions that convert elements of that type, a pair each
 
 
 class OfflineDriver:
@@ -102,9 +103,10 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def cases() -> dict[str, Callable[[], object]]:
-    """Calls that between them launch every variant of every kernel."""
-    two, fused = (TritonOperators(528, MAX_RANK, form=form) for form in Form)
+def cases(architecture: int) -> dict[str, Callable[[], object]]:
+    """Calls that between them launch every variant of every kernel that a GPU of this architecture is given."""
+    has_e4m3 = divmod(architecture, 10) >= E4M3_SINCE
+    two, fused = (TritonOperators(528, MAX_RANK, has_e4m3=has_e4m3, form=form) for form in Form)
     memory = AdapterMemory(
         empty(1 << 20, dtype=torch.uint8),
         empty(4096, dtype=torch.int64),
@@ -166,7 +168,7 @@ def measure_architecture(architecture: int) -> dict[str, Resources]:
     driver = OfflineDriver()
     driver.architecture = architecture
     measured = {}
-    for name, call in cases().items():
+    for name, call in cases(architecture).items():
         print(f"sm_{architecture}: {name}", file=sys.stderr, flush=True)
         with compiled_instead_of_run(driver) as kernels:
             call()
@@ -191,6 +193,7 @@ def resources(kernel: CompiledKernel) -> Resources:
         spills=sum(number for name, number in instructions.items() if name.startswith(("STL", "LDL"))),
         loads=_sorted_counts(instructions, _load_bits),
         tensor_cores=_sorted_counts(instructions, _tensor_core),
+        from_e4m3=sum(number for name, number in instructions.items() if ".E4M3" in name),
     )
 
 

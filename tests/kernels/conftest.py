@@ -55,9 +55,9 @@ HOST = ("reference", "cpu", "foreign")
 INTERPRETED = ("triton", "fused")
 
 
-def interpreted(form: Form, num_programs: int = 3) -> TritonOperators:
+def interpreted(form: Form, num_programs: int = 3, *, has_e4m3: bool = False) -> TritonOperators:
     """The Triton kernels under the interpreter; few programs, so that each takes several tasks in turn."""
-    return TritonOperators(num_programs, max_rank=512, form=form, is_exact=True, is_wide=True)
+    return TritonOperators(num_programs, max_rank=512, has_e4m3=has_e4m3, form=form, is_exact=True, is_wide=True)
 
 
 @pytest.fixture(params=[*HOST, "triton"])

@@ -13,12 +13,15 @@ from itertools import combinations, product
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import settings
 from torch import Tensor
 
 from graftwork_kernels.adapter_batch import build_adapter_batch
 from graftwork_kernels.layout import AdapterMemory, LinearSite, RowType, Weight
 from graftwork_kernels.triton import linear
+from graftwork_kernels.triton.adapter_rows import decode_e4m3
 from graftwork_kernels.triton.linear import K_CHUNK, Form
 
 SIZES = (20, 50)
@@ -185,11 +188,56 @@ def test_arrivals_are_back_at_zero(make_interpreted, many_ranks):
     """So that the next launch, in the same captured graph, counts from there."""
     ops = make_interpreted(Form.FUSED)
     batch, x, weight = build_adapter_batch([0, 1, 1, 3, -1, 4]), torch.randn(6, 70), Weight.plain(torch.randn(70, 70))
-    tasks = linear.AdapterLauncher(3, 512, Form.FUSED, is_exact=True, is_wide=True).plan(many_ranks, batch)
+    tasks = linear.AdapterLauncher(3, 512, Form.FUSED, is_exact=True, is_wide=True, has_e4m3=False).plan(many_ranks, batch)
     planned = replace(batch, tasks=tasks)
     first = ops.adapter_linear(x, weight, None, many_ranks, planned, SITES, torch.float32)
     assert not tasks.arrivals.any()
     assert torch.equal(ops.adapter_linear(x, weight, None, many_ranks, planned, SITES, torch.float32), first)
+
+
+@pytest.mark.parametrize("num_chunks", [8, 11, 18])
+def test_many_chunks_of_k_are_added_in_rounds(make_interpreted, memory_builder, monkeypatch, num_chunks):
+    """One round; two, of which the second is shorter; three even ones."""
+    monkeypatch.setattr(linear, "K_CHUNK", 16)
+    num_in = 16 * num_chunks - 5
+    builder = memory_builder(1)
+    part = builder.add(0, 0, rank=18, size=(num_in, NUM_OUT))
+    x, nothing, site = torch.randn(3, num_in), Weight.plain(torch.zeros(NUM_OUT, num_in)), (LinearSite(0, 0, NUM_OUT),)
+    memory, batch = builder.build(scattered=True, rubbish=0xFF), build_adapter_batch([0] * 3)
+    for form in Form:
+        out = make_interpreted(form).adapter_linear(x, nothing, None, memory, batch, site, torch.float32)
+        torch.testing.assert_close(out, x @ part.a.T @ part.b, rtol=1e-4, atol=1e-3)
+
+
+@triton.jit
+def _decode_all(codes, values, HAS_E4M3: tl.constexpr):
+    place = tl.arange(0, 256)
+    tl.store(values + place, decode_e4m3(tl.load(codes + place), HAS_E4M3))
+
+
+def test_both_ways_to_decode_e4m3_are_torchs():
+    """All codes by moving bits; by the type's own conversion all but its NaN, which the interpreter takes for 480."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    moved, converted = torch.empty(2, 256)
+    _decode_all[(1,)](codes, moved, HAS_E4M3=False)
+    _decode_all[(1,)](codes, converted, HAS_E4M3=True)
+    assert torch.equal(moved.isnan(), expected.isnan())
+    for values in (moved, converted):
+        assert torch.equal(values[~expected.isnan()].view(torch.int32), expected[~expected.isnan()].view(torch.int32))
+
+
+def test_both_ways_to_decode_e4m3_give_the_same_bits(make_interpreted, memory_builder):
+    builder = memory_builder(1)
+    builder.add(0, 0, rank=9, size=(70, NUM_OUT), row_type=RowType.E4M3)
+    memory, site = builder.build(scattered=True), (LinearSite(0, 0, NUM_OUT),)
+    x, weight, batch = torch.randn(3, 70), Weight.plain(torch.randn(NUM_OUT, 70)), build_adapter_batch([0, -1, 0])
+    for form in Form:
+        moved, converted = (
+            make_interpreted(form, has_e4m3=has_e4m3).adapter_linear(x, weight, None, memory, batch, site, torch.float32)
+            for has_e4m3 in (False, True)
+        )
+        assert torch.equal(converted, moved)
 
 
 def test_rows_that_another_adapter_took_over(make_interpreted, memory_builder):

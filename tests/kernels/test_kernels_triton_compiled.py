@@ -48,6 +48,13 @@ def test_tensor_cores_multiply(compiled):
             assert kernels[name]["tensor_cores"], name
 
 
+def test_gpus_that_can_convert_e4m3_do(compiled):
+    """Of its 256 codes two are NaN, which that instruction knows (PTX, cvt) and the interpreter's stand-in for it does not."""
+    for architecture, kernels in compiled.items():
+        for name in ("qkv: shrink", "qkv: expand", "down in fp32: shrink", "down in fp32: expand", "qkv fused: fused"):
+            assert (kernels[name]["from_e4m3"] > 0) == (architecture != "sm_80"), (architecture, name)
+
+
 def test_launches_of_one_linear(compiled):
     """Beside the product: two for the step's tasks, made here by the linear itself, then two; or one."""
     names = [name.split(": ") for name in compiled["sm_90"]]

@@ -62,7 +62,7 @@ def expected_lists(token_adapter: list[int]) -> tuple[list[list[int]], list[list
 )
 def test_adapter_tasks_are_those_made_by_hand(token_adapter):
     batch = build_adapter_batch(token_adapter)
-    tasks = AdapterLauncher(3, max(RANKS), Form.TWO, is_exact=True, is_wide=True).plan(memory_of_ranks(), batch)
+    tasks = AdapterLauncher(3, max(RANKS), Form.TWO, is_exact=True, is_wide=True, has_e4m3=False).plan(memory_of_ranks(), batch)
     tiles, shrinks, counts = expected_lists(token_adapter)
     assert tasks.counts.tolist() == counts
     assert tasks.tiles[: counts[NUM_TILES]].tolist() == tiles

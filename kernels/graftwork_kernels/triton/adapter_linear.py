@@ -29,6 +29,9 @@ from graftwork_kernels.triton.adapter_rows import (
 )
 from graftwork_kernels.triton.rounding import rounded
 
+MOST_CHUNKS_AT_ONCE = tl.constexpr(8)
+"""Chunks of h that one thread of the second half has asked for and not yet been given."""
+
 
 @triton.jit
 def _multiply(left, right, total, WIDE: tl.constexpr):
@@ -48,7 +51,8 @@ def _multiply(left, right, total, WIDE: tl.constexpr):
 @triton.jit
 def _shrink_rows(
     x, x_stride, row, in_rows, pool, offset, known, first, last,
-    KIND: tl.constexpr, WIDE: tl.constexpr, BLOCK_K: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_RANKS: tl.constexpr,
+    KIND: tl.constexpr, WIDE: tl.constexpr, HAS_E4M3: tl.constexpr,
+    BLOCK_K: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_RANKS: tl.constexpr,
 ):  # fmt: skip
     """[rows, ranks] of x Aᵀ over features first .. last."""
     total = tl.zeros((TILE_ROWS, TILE_RANKS), dtype=tl.float32)
@@ -56,7 +60,7 @@ def _shrink_rows(
         column = begin + tl.arange(0, BLOCK_K)
         there = column < last
         values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=in_rows[:, None] & there[None, :], other=0.0)
-        a = load_elements(pool, offset, column, known[:, None] & there[None, :], KIND, WIDE)
+        a = load_elements(pool, offset, column, known[:, None] & there[None, :], KIND, WIDE, HAS_E4M3)
         total = _multiply(values, tl.trans(a), total, WIDE)
     return total * load_scales(pool, offset, known, KIND)[None, :]
 
@@ -65,7 +69,7 @@ def _shrink_rows(
 def _shrink_task(
     x, x_stride, permutation, tile, rank_tile, site, chunk, pool, row_offset, records, site_table, h,
     num_in, num_record_sites, num_rows,
-    NUM_SITES: tl.constexpr, MAX_RANK: tl.constexpr, WIDE: tl.constexpr,
+    NUM_SITES: tl.constexpr, MAX_RANK: tl.constexpr, WIDE: tl.constexpr, HAS_E4M3: tl.constexpr,
     K_CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_RANKS: tl.constexpr,
 ):  # fmt: skip
     adapter, first_place, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -85,8 +89,9 @@ def _shrink_task(
         for kind in tl.static_range(NUM_ROW_TYPES):
             if row_type == kind:
                 total = _shrink_rows(
-                    x, x_stride, row, in_rows, pool, offset, known, first, last, kind, WIDE, BLOCK_K, TILE_ROWS, TILE_RANKS
-                )
+                    x, x_stride, row, in_rows, pool, offset, known, first, last,
+                    kind, WIDE, HAS_E4M3, BLOCK_K, TILE_ROWS, TILE_RANKS,
+                )  # fmt: skip
         place = ((chunk * num_rows + first_place + member).to(tl.int64) * NUM_SITES + site) * MAX_RANK
         tl.store(h + place[:, None] + ranks[None, :], total, mask=in_rows[:, None] & known[None, :])
 
@@ -94,19 +99,27 @@ def _shrink_task(
 @triton.jit
 def _expand_ranks(
     total, h, place, chunk_stride, in_rows, pool, row_offset, first_row, rank, column, in_columns,
-    KIND: tl.constexpr, WIDE: tl.constexpr, NUM_CHUNKS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_RANKS: tl.constexpr,
+    KIND: tl.constexpr, WIDE: tl.constexpr, HAS_E4M3: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_RANKS: tl.constexpr,
 ):  # fmt: skip
     """total [rows, columns] + h Bᵀ, by tiles of ranks; an element of h is the sum of its chunks in ascending order."""
+    # In rounds of a few chunks, as even as can be: each that is on its way has registers.
+    at_once: tl.constexpr = tl.cdiv(NUM_CHUNKS, tl.cdiv(NUM_CHUNKS, MOST_CHUNKS_AT_ONCE))
+    num_even: tl.constexpr = NUM_CHUNKS // at_once * at_once
     for begin in tl.range(0, rank, TILE_RANKS, num_stages=1):  # mostly once or twice: nothing to keep on its way
         ranks = begin + tl.arange(0, TILE_RANKS)
         known = ranks < rank
         offset = row_offsets(row_offset, first_row, ranks, known)
-        b = load_elements(pool, offset, column, known[:, None] & in_columns[None, :], KIND, WIDE)
+        b = load_elements(pool, offset, column, known[:, None] & in_columns[None, :], KIND, WIDE, HAS_E4M3)
         factor = tl.zeros((TILE_ROWS, TILE_RANKS), dtype=tl.float32)
-        for chunk in tl.static_range(NUM_CHUNKS):  # unrolled, so that all are on their way at once
-            part = h + chunk * chunk_stride + place[:, None] + ranks[None, :]
-            # Past the first-level cache, which may hold what another multiprocessor has written over meanwhile.
-            factor += tl.load(part, mask=in_rows[:, None] & known[None, :], other=0.0, cache_modifier=".cg")
+        there = in_rows[:, None] & known[None, :]
+        part = h + place[:, None] + ranks[None, :]
+        for first in tl.range(0, num_even, at_once, num_stages=1):
+            for chunk in tl.static_range(at_once):  # unrolled, so that these are on their way at once
+                # Past the first-level cache, which may hold what another multiprocessor has written over meanwhile.
+                factor += tl.load(part + (first + chunk) * chunk_stride, mask=there, other=0.0, cache_modifier=".cg")
+        for chunk in tl.static_range(num_even, NUM_CHUNKS):
+            factor += tl.load(part + chunk * chunk_stride, mask=there, other=0.0, cache_modifier=".cg")
         factor = factor * load_scales(pool, offset, known, KIND)[None, :]
         total = _multiply(factor, b, total, WIDE)
     return total
@@ -116,7 +129,8 @@ def _expand_ranks(
 def _expand_task(
     product, product_stride, out, out_stride, bias, permutation, tile, site, block,
     pool, row_offset, records, site_table, h, num_record_sites, num_rows,
-    NUM_SITES: tl.constexpr, MAX_RANK: tl.constexpr, WIDE: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr,
+    NUM_SITES: tl.constexpr, MAX_RANK: tl.constexpr, WIDE: tl.constexpr, HAS_E4M3: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_RANKS: tl.constexpr,
 ):  # fmt: skip
     """One block of columns of one site for one tile of rows: read p, add, scale, add the bias, write."""
@@ -144,7 +158,7 @@ def _expand_task(
             if row_type == kind:
                 total = _expand_ranks(
                     total, h, place, chunk_stride, in_rows, pool, row_offset, first_row, rank, column, in_columns,
-                    kind, WIDE, NUM_CHUNKS, TILE_ROWS, TILE_RANKS,
+                    kind, WIDE, HAS_E4M3, NUM_CHUNKS, TILE_ROWS, TILE_RANKS,
                 )  # fmt: skip
     if scale_row >= 0:
         total = total * load_vector(pool, row_offset, scale_row, column, in_columns)[None, :]
@@ -159,7 +173,7 @@ def _expand_task(
 @triton.jit(do_not_specialize=["num_rows"])
 def shrink(
     x, x_stride, permutation, tiles, shrinks, counts, pool, row_offset, records, site_table, h, num_in, num_record_sites, num_rows,
-    NUM_SITES: tl.constexpr, MAX_RANK: tl.constexpr, WIDE: tl.constexpr,
+    NUM_SITES: tl.constexpr, MAX_RANK: tl.constexpr, WIDE: tl.constexpr, HAS_E4M3: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, K_CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_RANKS: tl.constexpr,
 ):  # fmt: skip
     """The first launch of two. ``site_table`` int32 [sites, 3]: number in a record table, first column, columns."""
@@ -170,7 +184,7 @@ def shrink(
             x, x_stride, permutation, tiles + tl.load(entry) * 4, tl.load(entry + 1), task // NUM_CHUNKS % NUM_SITES,
             task % NUM_CHUNKS,
             pool, row_offset, records, site_table, h, num_in, num_record_sites, num_rows,
-            NUM_SITES, MAX_RANK, WIDE, K_CHUNK, BLOCK_K, TILE_ROWS, TILE_RANKS,
+            NUM_SITES, MAX_RANK, WIDE, HAS_E4M3, K_CHUNK, BLOCK_K, TILE_ROWS, TILE_RANKS,
         )  # fmt: skip
 
 
@@ -178,7 +192,8 @@ def shrink(
 def expand(
     product, product_stride, out, out_stride, bias, permutation, tiles, num_tiles, pool, row_offset, records, site_table, h,
     num_record_sites, num_rows,
-    NUM_SITES: tl.constexpr, NUM_BLOCKS: tl.constexpr, MAX_RANK: tl.constexpr, WIDE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_SITES: tl.constexpr, NUM_BLOCKS: tl.constexpr, MAX_RANK: tl.constexpr, WIDE: tl.constexpr, HAS_E4M3: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ALIGN: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +207,7 @@ def expand(
                 product, product_stride, out, out_stride, bias, permutation, tiles + task // (NUM_BLOCKS * NUM_SITES) * 4,
                 site, block,
                 pool, row_offset, records, site_table, h, num_record_sites, num_rows,
-                NUM_SITES, MAX_RANK, WIDE, HAS_BIAS, ALIGN, NUM_CHUNKS, BLOCK_COLUMNS, TILE_ROWS, TILE_RANKS,
+                NUM_SITES, MAX_RANK, WIDE, HAS_E4M3, HAS_BIAS, ALIGN, NUM_CHUNKS, BLOCK_COLUMNS, TILE_ROWS, TILE_RANKS,
             )  # fmt: skip
 
 
@@ -200,7 +215,8 @@ def expand(
 def fused(
     x, x_stride, product, product_stride, out, out_stride, bias, permutation, tiles, shrinks, counts, num_tiles, arrivals,
     pool, row_offset, records, site_table, h, num_in, num_record_sites, num_rows,
-    NUM_SITES: tl.constexpr, MAX_RANK: tl.constexpr, WIDE: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr,
+    NUM_SITES: tl.constexpr, MAX_RANK: tl.constexpr, WIDE: tl.constexpr, HAS_E4M3: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, K_CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -209,13 +225,13 @@ def fused(
     A shrink task's results are written before its arrival is counted, and read after the last arrival was seen.
     """
     num_shrinks = tl.load(counts) * NUM_SITES * NUM_CHUNKS
-    num_adapter_tiles = tl.load(counts + 1)
-    num_tasks = num_shrinks + (tl.load(num_tiles) - num_adapter_tiles) * NUM_SITES
+    num_tasks = num_shrinks + (tl.load(num_tiles) - tl.load(counts + 1)) * NUM_SITES
     for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
         is_shrink = task < num_shrinks
         base_task = task - num_shrinks
         entry = shrinks + tl.where(is_shrink, task // (NUM_CHUNKS * NUM_SITES), 0) * 2
-        number = tl.where(is_shrink, tl.load(entry, mask=is_shrink, other=0), num_adapter_tiles + base_task // NUM_SITES)
+        # Read again for each task rather than kept: registers are what this form lacks.
+        number = tl.where(is_shrink, tl.load(entry, mask=is_shrink, other=0), tl.load(counts + 1) + base_task // NUM_SITES)
         site = tl.where(is_shrink, task // NUM_CHUNKS % NUM_SITES, base_task % NUM_SITES)
         tile = tiles + number * 4
         is_last = task >= num_shrinks
@@ -223,7 +239,7 @@ def fused(
             _shrink_task(
                 x, x_stride, permutation, tile, tl.load(entry + 1), site, task % NUM_CHUNKS,
                 pool, row_offset, records, site_table, h, num_in, num_record_sites, num_rows,
-                NUM_SITES, MAX_RANK, WIDE, K_CHUNK, BLOCK_K, TILE_ROWS, TILE_RANKS,
+                NUM_SITES, MAX_RANK, WIDE, HAS_E4M3, K_CHUNK, BLOCK_K, TILE_ROWS, TILE_RANKS,
             )  # fmt: skip
             tl.debug_barrier()  # every thread's results, before one thread counts them
             arrival = arrivals + number * NUM_SITES + site
@@ -236,5 +252,5 @@ def fused(
                 _expand_task(
                     product, product_stride, out, out_stride, bias, permutation, tile, site, block,
                     pool, row_offset, records, site_table, h, num_record_sites, num_rows,
-                    NUM_SITES, MAX_RANK, WIDE, HAS_BIAS, ALIGN, NUM_CHUNKS, BLOCK_COLUMNS, TILE_ROWS, TILE_RANKS,
+                    NUM_SITES, MAX_RANK, WIDE, HAS_E4M3, HAS_BIAS, ALIGN, NUM_CHUNKS, BLOCK_COLUMNS, TILE_ROWS, TILE_RANKS,
                 )  # fmt: skip

@@ -30,9 +30,9 @@ def row_offsets(row_offset, first_row, number, known):
 
 
 @triton.jit
-def load_elements(pool, offset, column, mask, KIND: tl.constexpr, WIDE: tl.constexpr):
+def load_elements(pool, offset, column, mask, KIND: tl.constexpr, WIDE: tl.constexpr, HAS_E4M3: tl.constexpr):
     """Elements [rows, columns] of rows of type ``KIND`` without their scale: fp32 if ``WIDE`` or stored so, else bf16, in which any
-    8-bit element is exact.
+    8-bit element is exact. ``HAS_E4M3``: the GPU converts that type itself.
     """
     if KIND == _BF16:
         rows = (pool + offset).to(tl.pointer_type(tl.bfloat16), bitcast=True)
@@ -44,7 +44,7 @@ def load_elements(pool, offset, column, mask, KIND: tl.constexpr, WIDE: tl.const
         rows = (pool + offset + _HEAD).to(tl.pointer_type(tl.int8), bitcast=True)
         element = tl.load(rows[:, None] + column[None, :], mask=mask, other=0).to(tl.float32)
     else:
-        element = decode_e4m3(tl.load((pool + offset + _HEAD)[:, None] + column[None, :], mask=mask, other=0))
+        element = decode_e4m3(tl.load((pool + offset + _HEAD)[:, None] + column[None, :], mask=mask, other=0), HAS_E4M3)
     return element.to(tl.float32) if WIDE or KIND == _FP32 else element.to(tl.bfloat16)
 
 
@@ -67,11 +67,16 @@ def load_vector(pool, row_offset, row, column, mask):
 
 
 @triton.jit
-def decode_e4m3(code):
-    """OCP e4m3fn codes (uint8) in fp32: exponent and mantissa move to their places, and 120 turns bias 7 into bias 127."""
-    bits = code.to(tl.int32)
-    magnitude = bits & 0x7F
-    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)  # a subnormal is a multiple of 2^-9
-    value = tl.where(magnitude == 0x7F, float("nan"), value)
-    return tl.where(bits >= 0x80, -value, value)
+def decode_e4m3(code, HAS_E4M3: tl.constexpr):
+    """OCP e4m3fn codes (uint8) in fp32, by the GPU's own conversion or by moving bits, of which both know NaN and subnormals."""
+    if HAS_E4M3:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)  # by way of fp16, which holds all of them
+    else:
+        bits = code.to(tl.int32)
+        magnitude = bits & 0x7F
+        # Exponent and mantissa move to their places, and 120 turns bias 7 into bias 127; a subnormal is a multiple of 2^-9.
+        normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+        value = tl.where(magnitude == 0x7F, float("nan"), value)
+        value = tl.where(bits >= 0x80, -value, value)
+    return value

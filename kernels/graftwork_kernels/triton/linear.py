@@ -28,6 +28,12 @@ BLOCK_COLUMNS, NARROW_BLOCK_COLUMNS = 256, 128
 NUM_WARPS = 4
 SHRINK_STAGES, EXPAND_STAGES = 4, 2
 
+FUSED_REGISTERS = 168
+"""Of each thread of the fused form in bf16: three programs fit a multiprocessor. By itself ptxas aims at four, and spills."""
+
+E4M3_SINCE = (8, 9)
+"""Compute capability of the first GPUs that convert E4M3 themselves."""
+
 MOST_SITES = 8
 """Projections that one linear may hold."""
 
@@ -50,12 +56,18 @@ class Sites:
     gaps: tuple[slice, ...]  # columns that no site covers
 
 
+def has_e4m3(device: torch.device) -> bool:
+    """Whether what runs there converts E4M3 itself; an interpreter takes NaN in that type for 480."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= E4M3_SINCE
+
+
 @dataclass(slots=True)
 class AdapterLauncher:
     """Launches for one device. ``num_programs``: as many as it holds at once; ``max_rank``: of any adapter in memory.
 
     ``is_exact``: the base's product stays fp32 until the sum is rounded, which costs its traffic twice; else it is rounded to the
-    result's type as BLAS gives it. ``is_wide``: products of bf16 are multiplied in fp32, as an interpreter must.
+    result's type as BLAS gives it. ``is_wide``: products of bf16 are multiplied in fp32, as an interpreter must. ``has_e4m3``: E4M3
+    is converted by the GPU, which `has_e4m3` can do so; else by moving bits. Either gives the same.
     """
 
     num_programs: int
@@ -63,6 +75,7 @@ class AdapterLauncher:
     form: Form
     is_exact: bool
     is_wide: bool
+    has_e4m3: bool
     _sites: dict[tuple[tuple[LinearSite, ...], int, torch.device], Sites] = field(default_factory=dict)
 
     def plan(self, memory: AdapterMemory, batch: AdapterBatch) -> AdapterTasks:
@@ -123,7 +136,7 @@ class AdapterLauncher:
         block_k = _at_most(BLOCK_K if self.is_wide else on_gpu, num_in)
         block_columns = _at_most(NARROW_BLOCK_COLUMNS if is_fused or is_wide else BLOCK_COLUMNS, where.widest)
         common = {
-            "NUM_SITES": where.num, "MAX_RANK": self.max_rank, "WIDE": is_wide,
+            "NUM_SITES": where.num, "MAX_RANK": self.max_rank, "WIDE": is_wide, "HAS_E4M3": self.has_e4m3,
             "NUM_CHUNKS": num_chunks, "TILE_ROWS": TILE_ROWS, "TILE_RANKS": TILE_RANKS, "num_warps": NUM_WARPS,
             "enable_fp_fusion": True,
         }  # fmt: skip
@@ -133,7 +146,7 @@ class AdapterLauncher:
             fused[grid](
                 x, x.stride(0), *result, batch.permutation, tasks.tiles, tasks.shrinks, tasks.counts, tiles_with_work,
                 tasks.arrivals, *adapters, num_in, *counts, **common, **widths, K_CHUNK=K_CHUNK, BLOCK_K=block_k,
-                num_stages=SHRINK_STAGES,
+                num_stages=SHRINK_STAGES, maxnreg=None if is_wide else FUSED_REGISTERS,
             )  # fmt: skip
         else:
             shrink[grid](

@@ -28,24 +28,32 @@ PROGRAMS_PER_PROCESSOR = 8
 class TritonOperators:
     """An `graftwork_kernels.implementation.Implementation` for adapters of up to ``max_rank``.
 
-    Whoever loads adapters must refuse larger ones: a kernel has nobody to tell, and would write outside of its memory.
+    Whoever loads adapters must refuse larger ones, as the engine's `max_adapter_rank` does: a kernel has nobody to tell, and would
+    write outside of its memory.
 
     ``num_programs`` of a persistent kernel run at once. ``is_wide``: everything is multiplied in fp32, as the interpreter must,
-    whose products of bf16 are wrong. ``is_exact``: see `graftwork_kernels.triton.linear.AdapterLauncher`.
+    whose products of bf16 are wrong. ``is_exact``, ``has_e4m3``: see `graftwork_kernels.triton.linear.AdapterLauncher`.
     """
 
     def __init__(
-        self, num_programs: int, max_rank: int, *, form: Form = Form.TWO, is_exact: bool = False, is_wide: bool = False
+        self,
+        num_programs: int,
+        max_rank: int,
+        *,
+        has_e4m3: bool,
+        form: Form = Form.TWO,
+        is_exact: bool = False,
+        is_wide: bool = False,
     ) -> None:
         self._num_programs = num_programs
         self._is_wide = is_wide
-        self._add_adapters = AdapterLauncher(num_programs, max_rank, form, is_exact, is_wide)
+        self._add_adapters = AdapterLauncher(num_programs, max_rank, form, is_exact, is_wide, has_e4m3)
 
     @classmethod
     def on(cls, device: torch.device, max_rank: int, *, form: Form = Form.TWO) -> TritonOperators:
         """For a CUDA device."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(PROGRAMS_PER_PROCESSOR * processors, max_rank, form=form)
+        return cls(PROGRAMS_PER_PROCESSOR * processors, max_rank, has_e4m3=linear.has_e4m3(device), form=form)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `graftwork_kernels.ops.Operators`, here and below."""
