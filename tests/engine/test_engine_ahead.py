@@ -87,7 +87,7 @@ def test_captured_steps_follow_every_mix(monkeypatch: pytest.MonkeyPatch, memory
     """Requests come and go while others run, so that every size is replayed with several mixes, and padded."""
     capture = TwinCapture(monkeypatch)
     options: dict[str, Any] = {
-        "ops": Operators(TritonOperators(1, 16, is_exact=True, is_wide=True)),
+        "ops": Operators(TritonOperators(1, 16, has_e4m3=False, is_exact=True, is_wide=True)),
         "io": mirror_io(CAPACITY.num_bytes),
         "make_forward": capturing([1, 4], capture),
     }

@@ -59,7 +59,7 @@ def operators(name: str, device: torch.device, max_rank: int) -> Implementation:
     form = Form.FUSED if name == TRITON_FUSED else Form.TWO
     if device.type == "cuda":
         return TritonOperators.on(device, max_rank, form=form)
-    return TritonOperators(INTERPRETED_PROGRAMS, max_rank, form=form, is_wide=True)
+    return TritonOperators(INTERPRETED_PROGRAMS, max_rank, has_e4m3=False, form=form, is_wide=True)
 
 
 def compile_errors(device: torch.device) -> tuple[type[Exception], ...]:
