@@ -116,3 +116,16 @@ def check_requests(batch: AttentionBatch) -> None:
     num_requests = batch.context_len.numel()
     check_shape("batch.query_start", batch.query_start, num_requests + 1)
     check_shape("batch.block_table", batch.block_table, num_requests, None)
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the elements of ``tensor`` lie side by side, in order."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor")
+
+
+def row_stride(name: str, heads: Tensor) -> int:
+    """Elements between two rows of [T, H, D]; raises ValueError where the heads of a row lie apart."""
+    if heads.stride(2) != 1 or (heads.shape[1] > 1 and heads.stride(1) != heads.shape[2]):
+        raise ValueError(f"{name}: expected the heads of a row side by side, got strides {heads.stride()}")
+    return heads.stride(0)

@@ -115,7 +115,7 @@ CUDA_OWNERS = {
     "engine/graftwork_engine/kernel_choice.py": "which kernels a device can have",
     "kernels/graftwork_kernels/candidates.py": "which implementations a device can have, and by which clock they are timed",
     "kernels/graftwork_kernels/triton/device.py": "what kernels ask of the device, its clock among it",
-    "kernels/graftwork_kernels/triton/linear.py": "whether plain products can be the device's own library's, and E4M3 its own to convert",
+    "kernels/graftwork_kernels/triton/linear.py": "whether plain products can be the device's own library's, and E4M3 its own",
     "kernels/graftwork_kernels/triton/operators.py": "how many multiprocessors there are",
 }
 """Product files that may name CUDA, and what each needs of it. All others take a device as they are given it."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graftwork_kernels import reference
-from graftwork_kernels.checks import check_dtype
+from graftwork_kernels.checks import check_contiguous, check_dtype, row_stride
 from graftwork_kernels.cpu.issue import Issuer
 from graftwork_kernels.layout import AttentionBatch
 
@@ -100,7 +100,7 @@ def rotary_and_write_kv(
     num_rows, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads, block_size, _ = k_cache.shape
     for name, tensor in (("positions", positions), ("cos_sin", cos_sin), ("kv_slot", kv_slot)):
-        _check_contiguous(name, tensor)
+        check_contiguous(name, tensor)
     out = issuer.empty(num_rows, num_heads, head_dim, dtype=q.dtype)
     arguments = _RotaryArguments(
         q=q.data_ptr(),
@@ -112,9 +112,9 @@ def rotary_and_write_kv(
         v_cache=v_cache.data_ptr(),
         kv_slot=kv_slot.data_ptr(),
         out=out.data_ptr(),
-        q_stride=_row_stride("q", q),
-        k_stride=_row_stride("k", k),
-        v_stride=_row_stride("v", v),
+        q_stride=row_stride("q", q),
+        k_stride=row_stride("k", k),
+        v_stride=row_stride("v", v),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -140,7 +140,7 @@ def paged_attention(issuer: Issuer, q: Tensor, k_cache: Tensor, v_cache: Tensor,
         return reference.paged_attention(q, k_cache, v_cache, batch, scale)
     for name, tensor in (("query_start", batch.query_start), ("context_len", batch.context_len)):
         check_dtype(f"batch.{name}", tensor, torch.int32)
-        _check_contiguous(f"batch.{name}", tensor)
+        check_contiguous(f"batch.{name}", tensor)
     check_dtype("batch.block_table", batch.block_table, torch.int32)
     if batch.block_table.shape[1] > 1 and batch.block_table.stride(1) != 1:
         raise ValueError("batch.block_table: expected the blocks of a request side by side")
@@ -164,7 +164,7 @@ def paged_attention(issuer: Issuer, q: Tensor, k_cache: Tensor, v_cache: Tensor,
         partials=partials.data_ptr(),
         workspace=workspace.data_ptr(),
         out=out.data_ptr(),
-        q_stride=_row_stride("q", q),
+        q_stride=row_stride("q", q),
         table_stride=batch.block_table.stride(0),
         table_width=table_width,
         num_heads=num_heads,
@@ -195,15 +195,3 @@ def _workspace_floats(group: int, head_dim: int) -> int:
 
 def _rounded_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
-
-
-def _row_stride(name: str, heads: Tensor) -> int:
-    """Elements between two rows of [T, H, D]; raises ValueError where the heads of a row lie apart."""
-    if heads.stride(2) != 1 or (heads.shape[1] > 1 and heads.stride(1) != heads.shape[2]):
-        raise ValueError(f"{name}: expected the heads of a row side by side, got strides {heads.stride()}")
-    return heads.stride(0)
-
-
-def _check_contiguous(name: str, tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor")

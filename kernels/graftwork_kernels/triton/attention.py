@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graftwork_kernels.checks import check_contiguous
 from graftwork_kernels.layout import AttentionBatch, AttentionTasks
 from graftwork_kernels.triton.rounding import rounded
 
@@ -35,7 +36,8 @@ PREFILL_ROWS = 64
 def plan_attention(batch: AttentionBatch, group: int) -> AttentionTasks:
     """The tasks of ``batch`` for groups of ``group`` query heads, in new memory; one launch a step."""
     num_requests, device = batch.context_len.shape[0], batch.context_len.device
-    first_chunk, first_tile = torch.empty((2, num_requests + 1), dtype=torch.int32, device=device)
+    # Two pieces of memory: in one, how the second is aligned would go with the number of requests, and variants of kernels with it.
+    first_chunk, first_tile = (torch.empty(num_requests + 1, dtype=torch.int32, device=device) for _ in range(2))
     _count_tasks[(1,)](
         batch.query_start, batch.context_len, first_chunk, first_tile, num_requests,
         REQUESTS=triton.next_power_of_2(max(num_requests, 1)), QUERIES=_queries(group), CHUNK=CHUNK, MOST_CHUNKS=MOST_CHUNKS,
@@ -237,6 +239,11 @@ def paged_attention(
     num_requests = batch.context_len.shape[0]
     if not num_rows or not num_requests:
         return torch.zeros_like(q)
+    read = {"query_start": batch.query_start, "context_len": batch.context_len, "k_cache": k_cache, "v_cache": v_cache}
+    for name, tensor in read.items():
+        check_contiguous(name, tensor)
+    if batch.block_table.stride(1) != 1:
+        raise ValueError(f"batch.block_table: expected the blocks of a request side by side, got {batch.block_table.stride()}")
     out = torch.empty_like(q)
     group = num_heads // num_kv_heads
     tasks = batch.tasks or plan_attention(batch, group)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graftwork_kernels.checks import check_contiguous, row_stride
 from graftwork_kernels.triton.rounding import rounded
 
 MOST_COLUMNS = 1024
@@ -45,6 +46,7 @@ def _add_rms_norm(x, residual, weight, out, total_out, width, eps, HAS_RESIDUAL:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `graftwork_kernels.ops.Operators`."""
+    check_contiguous("weight", weight)
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -55,6 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `graftwork_kernels.ops.Operators`."""
+    check_contiguous("weight", weight)
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     out, total = torch.empty_like(x, dtype=weight.dtype), torch.empty_like(x, dtype=torch.float32)
@@ -158,10 +161,14 @@ def rotary_and_write_kv(
     """See `graftwork_kernels.ops.Operators`."""
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
+    read = {"positions": positions, "cos_sin": cos_sin, "k_cache": k_cache, "v_cache": v_cache, "kv_slot": kv_slot}
+    for name, tensor in read.items():
+        check_contiguous(name, tensor)
+    strides = row_stride("q", q), row_stride("k", k), row_stride("v", v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_rows:
         _rotary_and_write[(num_rows, num_q_heads + num_kv_heads)](
-            q, q.stride(0), k, k.stride(0), v, v.stride(0), positions, cos_sin, k_cache, v_cache, kv_slot, out,
+            q, strides[0], k, strides[1], v, strides[2], positions, cos_sin, k_cache, v_cache, kv_slot, out,
             num_q_heads, num_kv_heads, block_size,
             HALF=head_dim // 2, HALF_POWER=triton.next_power_of_2(head_dim // 2), num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graftwork_kernels import reference
+from graftwork_kernels.checks import check_contiguous
 from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AdapterTasks, LinearSite, Weight
 from graftwork_kernels.triton.adapter_linear import expand, fused, shrink
 from graftwork_kernels.triton.adapter_tasks import NUM_ADAPTER_TILES, NUM_TILES, TILE_RANKS, TILE_ROWS, plan_tasks
@@ -120,6 +121,10 @@ class AdapterLauncher:
         sites: tuple[LinearSite, ...],
     ) -> None:
         """Write to ``out`` what becomes of ``product``, x Wᵀ [T, out], with adapters and bias; they may be one tensor."""
+        for name, tensor in {"bias": bias, "batch.permutation": batch.permutation}.items():
+            if tensor is not None:
+                check_contiguous(name, tensor)
+        x = x if x.stride(1) == 1 else x.contiguous()
         num_rows, num_in = x.shape
         where = self._on_device(sites, out.shape[1], x.device)
         tasks = batch.tasks or self.plan(memory, batch)
