@@ -258,11 +258,17 @@ def test_sigterm_lets_streams_end_and_takes_no_new_ones(
     client = server.client(key)
     expected = server.complete(client, "kept", PROMPT, 700)
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
-        streams = [pool.submit(server.stream_tokens, client, "kept", PROMPT, 700) for _ in range(5)]
-        deadline = time.monotonic() + 120
-        while server.metrics().get("graftwork_engine_requests_running", 0) < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        begun = [threading.Event() for _ in range(5)]
+
+        def stream(event: threading.Event) -> list[int]:
+            tokens = []
+            for some in server.streamed(client, "kept", PROMPT, 700):
+                tokens += some
+                event.set()
+            return tokens
+
+        streams = [pool.submit(stream, event) for event in begun]
+        assert all(event.wait(120) for event in begun)
         stopper = threading.Thread(target=server.stop, args=(signal.SIGTERM,))
         stopper.start()
         assert [stream.result(120) for stream in streams] == [expected] * 5

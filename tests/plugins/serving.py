@@ -37,6 +37,7 @@ from graftwork_platform.settings import ClientSettings
 BACKENDS = ("local", "shared")
 
 START_S = 300.0
+EXACT = {"ignore_eos": True, "return_token_ids": True}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -211,24 +212,25 @@ class Server:
 
     def complete(self, client: openai.OpenAI, model: str, prompt: list[int], count: int) -> list[int]:
         """``count`` greedy tokens in one answer."""
-        extra = {"ignore_eos": True, "return_token_ids": True}
-        answer = client.completions.create(model=model, prompt=prompt, max_tokens=count, temperature=0, extra_body=extra)
+        answer = client.completions.create(model=model, prompt=prompt, max_tokens=count, temperature=0, extra_body=EXACT)
         return list((answer.choices[0].model_extra or {})["token_ids"])
 
     def stream_tokens(self, client: openai.OpenAI, model: str, prompt: list[int], count: int) -> list[int]:
         """The same as a stream."""
-        extra = {"ignore_eos": True, "return_token_ids": True}
+        return [token for tokens in self.streamed(client, model, prompt, count) for token in tokens]
+
+    def streamed(self, client: openai.OpenAI, model: str, prompt: list[int], count: int) -> Iterator[list[int]]:
+        """The same as they come."""
         chunks = self.lenient(client).completions.create(
-            model=model, prompt=prompt, max_tokens=count, temperature=0, stream=True, extra_body=extra
+            model=model, prompt=prompt, max_tokens=count, temperature=0, stream=True, extra_body=EXACT
         )
-        return [token for chunk in chunks for token in (chunk.choices[0].model_extra or {}).get("token_ids") or []]
+        yield from ((chunk.choices[0].model_extra or {}).get("token_ids") or [] for chunk in chunks)
 
     def usage_rows(self, tenant: str) -> list[dict[str, Any]]:
         """All usage rows of a tenant."""
         rows: list[dict[str, Any]] = []
-        query = {"tenant": tenant, "limit": "100"}
+        query, headers = {"tenant": tenant, "limit": "100"}, {"Authorization": f"Bearer {self.admin_key}"}
         while True:
-            headers = {"Authorization": f"Bearer {self.admin_key}"}
             page = httpx2.get(f"{self.url}/admin/v1/usage", params=query, headers=headers, timeout=60).json()
             rows += page["data"]
             if not page["has_more"]:
