@@ -22,7 +22,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev base serve serve-s3 test test-full e2e lint types arch hooks bench lm-eval train-demo evaluate-demo lock clean
+.PHONY: help setup setup-dev base serve serve-s3 test test-full e2e break-kernels lint types arch hooks bench lm-eval train-demo evaluate-demo lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +102,9 @@ test-full: setup-dev base ## the same with far more random examples, and the kil
 
 e2e: setup-dev base ## only the tests that start whole servers
 	$(BIN)/pytest -m "e2e and not gpu"
+
+break-kernels: setup-dev ## break the Triton kernels in many ways, and fail if a test does not notice (minutes)
+	$(PY) tests/kernels/break_kernels.py
 
 lint: setup-dev ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -258,7 +258,7 @@ def decode_step(bench: Bench) -> Figures:
     group = bench.shape.num_heads // bench.shape.num_kv_heads
 
     def step(memory: AdapterMemory, adapters: AdapterBatch) -> Tensor:
-        planned, planned_requests = ops.plan_step(memory, adapters, requests, group)
+        planned, planned_requests = ops.plan_step(memory, adapters, requests, group, dtype)
         batch = ForwardBatch(ops, positions, planned_requests, planned, memory)
         return model.logits(ops, model.hidden_states(tokens, batch, kv))
 

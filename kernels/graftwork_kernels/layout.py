@@ -141,11 +141,12 @@ class AdapterBatch:
 @dataclass(frozen=True, slots=True)
 class AttentionTasks:
     """How many pieces of attention come before each request's, on the device: of those that decode, chunks of the context in
-    ``first_chunk``, of the others tiles of queries in ``first_tile``; int32 [R + 1] each, the total last.
+    ``first_chunk``, of the others tiles of ``queries`` queries in ``first_tile``; int32 [R + 1] each, the total last.
     """
 
     first_chunk: Tensor
     first_tile: Tensor
+    queries: int
 
 
 @dataclass(frozen=True, slots=True)

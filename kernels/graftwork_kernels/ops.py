@@ -234,13 +234,14 @@ class Operators:
         return self._implementation.adapter_linear(x, weight, bias, memory, batch, sites, out_dtype or x.dtype)
 
     def plan_step(
-        self, memory: AdapterMemory, adapters: AdapterBatch, requests: AttentionBatch, group: int
+        self, memory: AdapterMemory, adapters: AdapterBatch, requests: AttentionBatch, group: int, dtype: torch.dtype
     ) -> tuple[AdapterBatch, AttentionBatch]:
         """The batches of a step with whatever lists of work its implementation reads in every linear and every attention: made
-        once a step, where each of them would else make its own. ``group``: query heads for each head of the cache.
+        once a step, where each of them would else make its own. ``group``: query heads for each head of the cache;
+        ``dtype``: of queries.
 
         Semantics: none; `adapter_linear` and `paged_attention` give the same bits with what comes back as without it. It is for
-        this memory and this group, until one of them or a batch is written. Launches nothing that a captured graph cannot hold
+        this memory, group and type, until one of them or a batch is written. Launches nothing that a captured graph cannot hold
         where none of the two operators does.
         """
         check_adapters(memory, adapters, adapters.token_adapter.numel())
@@ -248,7 +249,7 @@ class Operators:
         if group < 1:
             raise ValueError(f"group: expected a query head at least for each head of the cache, got {group}")
         implementation = self._implementation
-        return implementation.plan_adapters(memory, adapters), implementation.plan_attention(requests, group)
+        return implementation.plan_adapters(memory, adapters), implementation.plan_attention(requests, group, dtype)
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         """Which rows a token can be drawn from.

@@ -246,7 +246,7 @@ class Probes:
         group = self._sizes.num_heads // self._sizes.num_kv_heads
 
         def start(implementation: Implementation) -> Mapping[Shape, Callable[[], Outputs]]:
-            batches = {shape: implementation.plan_attention(batch, group) for shape, batch in unplanned.items()}
+            batches = {shape: implementation.plan_attention(batch, group, q.dtype) for shape, batch in unplanned.items()}
 
             def once(shape: Shape) -> Outputs:
                 return (implementation.paged_attention(q[: shape.num_rows], keys, values, batches[shape], scale),)

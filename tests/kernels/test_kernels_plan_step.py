@@ -39,7 +39,7 @@ REQUESTS = attention_batch([1, 3, 3], [5, 3, 9])
 
 def test_hosts_plan_nothing(host_ops: Operators, many_ranks: AdapterMemory) -> None:
     batch = build_adapter_batch(ADAPTERS)
-    adapters, requests = host_ops.plan_step(many_ranks, batch, REQUESTS, GROUP)
+    adapters, requests = host_ops.plan_step(many_ranks, batch, REQUESTS, GROUP, torch.float32)
     assert adapters is batch
     assert requests is REQUESTS
 
@@ -53,7 +53,7 @@ def test_a_planned_step_has_the_same_bits(
     weight, q, caches = Weight.plain(torch.randn(70, 70)), torch.randn(7, 4, 8), torch.randn(2, 9, 2, 4, 8)
     for adapters in (ADAPTERS, [2] * 5 + [-1] * 2):
         x, batch = torch.randn(7, 70), build_adapter_batch(adapters)
-        planned, requests = ops.plan_step(many_ranks, batch, REQUESTS, GROUP)
+        planned, requests = ops.plan_step(many_ranks, batch, REQUESTS, GROUP, torch.float32)
         assert planned.tasks is not None
         assert requests.tasks is not None
         alone = ops.adapter_linear(x, weight, None, many_ranks, batch, SITES)
@@ -72,7 +72,7 @@ def test_each_part_is_planned_by_who_reads_it(many_ranks: AdapterMemory, linear:
     names = dict.fromkeys(METHODS, "reference") | {"linear": linear, "paged_attention": attention}
     ops = Operators(implementation(Choice(names), None, torch.device("cpu"), 300))
     batch = build_adapter_batch(ADAPTERS)
-    adapters, requests = ops.plan_step(many_ranks, batch, REQUESTS, GROUP)
+    adapters, requests = ops.plan_step(many_ranks, batch, REQUESTS, GROUP, torch.float32)
     assert (adapters.tasks is None) == (linear == "reference")
     assert (requests.tasks is None) == (attention == "reference")
     x, weight = torch.randn(7, 70), torch.randn(70, 70)
@@ -88,9 +88,9 @@ def test_each_part_is_planned_by_who_reads_it(many_ranks: AdapterMemory, linear:
 def test_a_step_without_adapters_rows_or_requests(ops: Operators, many_ranks: AdapterMemory) -> None:
     nobody = attention_batch([], [])
     batch = build_adapter_batch([-1, -1])
-    adapters, requests = ops.plan_step(empty_adapter_memory(2), batch, nobody, 1)
+    adapters, requests = ops.plan_step(empty_adapter_memory(2), batch, nobody, 1, torch.float32)
     assert (adapters, requests) == (batch, nobody)
-    adapters, _ = ops.plan_step(many_ranks, build_adapter_batch([]), nobody, 1)
+    adapters, _ = ops.plan_step(many_ranks, build_adapter_batch([]), nobody, 1, torch.float32)
     assert ops.adapter_linear(
         torch.zeros(0, 70), ops.prepare_weight(torch.randn(70, 70)), None, many_ranks, adapters, SITES
     ).shape == (0, 70)
@@ -113,4 +113,4 @@ def test_what_describes_no_step_is_refused(
     ops: Operators, many_ranks: AdapterMemory, change: Callable[..., tuple], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
-        ops.plan_step(*change(many_ranks, build_adapter_batch(ADAPTERS), REQUESTS))
+        ops.plan_step(*change(many_ranks, build_adapter_batch(ADAPTERS), REQUESTS), torch.float32)

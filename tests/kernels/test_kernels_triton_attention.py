@@ -22,7 +22,7 @@ def triton_ops(make_interpreted, monkeypatch: pytest.MonkeyPatch) -> Operators:
     monkeypatch.setattr(attention, "CHUNK", 16)
     monkeypatch.setattr(attention, "MOST_CHUNKS", 4)
     monkeypatch.setattr(attention, "KEYS", 16)
-    monkeypatch.setattr(attention, "PREFILL_ROWS", 16)
+    monkeypatch.setattr(attention, "WIDE_PREFILL_ROWS", 16)
     return Operators(make_interpreted(Form.TWO))
 
 

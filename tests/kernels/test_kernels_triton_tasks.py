@@ -10,7 +10,7 @@ import torch
 from graftwork_kernels.adapter_batch import build_adapter_batch
 from graftwork_kernels.layout import NUM_SITE_FIELDS, AdapterMemory, AttentionBatch, SiteField
 from graftwork_kernels.triton.adapter_tasks import NUM_ADAPTER_TILES, NUM_SHRINKS, NUM_TILES, TILE_RANKS, TILE_ROWS
-from graftwork_kernels.triton.attention import CHUNK, KEYS, MOST_CHUNKS, PREFILL_ROWS, plan_attention
+from graftwork_kernels.triton.attention import CHUNK, KEYS, MOST_CHUNKS, PREFILL_ROWS, WIDE_PREFILL_ROWS, plan_attention
 from graftwork_kernels.triton.linear import AdapterLauncher, Form
 
 RANKS = (5, 16, 17, 0, 300, 64)
@@ -82,14 +82,15 @@ def attention_batch(query_len: list[int], context_len: list[int]) -> AttentionBa
     )
 
 
-def test_attention_tasks_are_those_made_by_hand():
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_attention_tasks_are_those_made_by_hand(is_wide):
     """A padded request without rows, contexts around a chunk, one whose chunks grow, prompts around a tile."""
     group = 4
-    queries = PREFILL_ROWS // group
+    queries = (WIDE_PREFILL_ROWS if is_wide else PREFILL_ROWS) // group
     longest = CHUNK * MOST_CHUNKS + 1
     query_len = [1, 0, 1, 1, queries, 1, queries + 1, 2, 1]
     context_len = [1, 0, CHUNK, CHUNK + 1, 100, longest, 900, 2, 10 * longest]
-    tasks = plan_attention(attention_batch(query_len, context_len), group)
+    tasks = plan_attention(attention_batch(query_len, context_len), group, is_wide)
 
     def chunks(context: int) -> int:
         share = math.ceil(context / MOST_CHUNKS)
@@ -99,5 +100,6 @@ def test_attention_tasks_are_those_made_by_hand():
     expected_tiles = [-(-length // queries) if length > 1 else 0 for length in query_len]
     assert tasks.first_chunk.diff().tolist() == expected_chunks
     assert tasks.first_tile.diff().tolist() == expected_tiles
+    assert tasks.queries == queries
     assert tasks.first_chunk[0] == tasks.first_tile[0] == 0
     assert max(expected_chunks) <= MOST_CHUNKS

@@ -62,7 +62,7 @@ class Llama:
     def _planned(self, batch: ForwardBatch) -> ForwardBatch:
         """With what operators work out of a step once for all layers."""
         group = self.config.num_heads // self.config.num_kv_heads
-        adapters, attention = batch.ops.plan_step(batch.adapter_memory, batch.adapters, batch.attention, group)
+        adapters, attention = batch.ops.plan_step(batch.adapter_memory, batch.adapters, batch.attention, group, self.place.dtype)
         return replace(batch, adapters=adapters, attention=attention)
 
     def logits(self, ops: Operators, hidden: Tensor) -> Tensor:

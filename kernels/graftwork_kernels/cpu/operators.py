@@ -78,7 +78,7 @@ class CpuOperators:
     def plan_adapters(self, memory: AdapterMemory, batch: AdapterBatch) -> AdapterBatch:  # noqa: ARG002 - the implementations'
         return batch
 
-    def plan_attention(self, batch: AttentionBatch, group: int) -> AttentionBatch:  # noqa: ARG002 - the implementations'
+    def plan_attention(self, batch: AttentionBatch, group: int, dtype: torch.dtype) -> AttentionBatch:  # noqa: ARG002 - the implementations'
         return batch
 
     def finite_rows(self, logits: Tensor) -> Tensor:

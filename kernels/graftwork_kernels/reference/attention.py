@@ -64,7 +64,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
     return out
 
 
-def plan_attention(batch: AttentionBatch, group: int) -> AttentionBatch:  # noqa: ARG001 - the implementations' signature
+def plan_attention(batch: AttentionBatch, group: int, dtype: torch.dtype) -> AttentionBatch:  # noqa: ARG001 - the implementations' signature
     """See `graftwork_kernels.ops.Operators.plan_step`: nothing is planned."""
     return batch
 

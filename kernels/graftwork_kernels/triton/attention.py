@@ -29,26 +29,22 @@ KEYS, WIDE_KEYS = 64, 16
 DECODE_ROWS = 16
 """Query heads in a decode task at least: what a tensor core takes."""
 
-PREFILL_ROWS = 64
-"""Queries times heads of their group in a prompt's tile."""
+PREFILL_ROWS, WIDE_PREFILL_ROWS = 64, 32
+"""Queries times heads of their group in a prompt's tile; 64 in fp32 spill."""
 
 
-def plan_attention(batch: AttentionBatch, group: int) -> AttentionTasks:
-    """The tasks of ``batch`` for groups of ``group`` query heads, in new memory; one launch a step."""
+def plan_attention(batch: AttentionBatch, group: int, is_wide: bool) -> AttentionTasks:
+    """The tasks of ``batch`` for groups of ``group`` query heads, in new memory; one launch a step. ``is_wide``: in fp32."""
+    queries = max(1, (WIDE_PREFILL_ROWS if is_wide else PREFILL_ROWS) // group)
     num_requests, device = batch.context_len.shape[0], batch.context_len.device
     # Two pieces of memory: in one, how the second is aligned would go with the number of requests, and variants of kernels with it.
     first_chunk, first_tile = (torch.empty(num_requests + 1, dtype=torch.int32, device=device) for _ in range(2))
     _count_tasks[(1,)](
         batch.query_start, batch.context_len, first_chunk, first_tile, num_requests,
-        REQUESTS=triton.next_power_of_2(max(num_requests, 1)), QUERIES=_queries(group), CHUNK=CHUNK, MOST_CHUNKS=MOST_CHUNKS,
+        REQUESTS=triton.next_power_of_2(max(num_requests, 1)), QUERIES=queries, CHUNK=CHUNK, MOST_CHUNKS=MOST_CHUNKS,
         MULTIPLE=KEYS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return AttentionTasks(first_chunk, first_tile)
-
-
-def _queries(group: int) -> int:
-    """Queries in one tile of a prompt."""
-    return max(1, PREFILL_ROWS // group)
+    return AttentionTasks(first_chunk, first_tile, queries)
 
 
 @triton.jit
@@ -246,9 +242,9 @@ def paged_attention(
         raise ValueError(f"batch.block_table: expected the blocks of a request side by side, got {batch.block_table.stride()}")
     out = torch.empty_like(q)
     group = num_heads // num_kv_heads
-    tasks = batch.tasks or plan_attention(batch, group)
-    where = (batch.query_start, batch.context_len, batch.block_table, batch.block_table.stride(0))
     is_wide = is_wide or q.dtype == torch.float32
+    tasks = batch.tasks or plan_attention(batch, group, is_wide)
+    where = (batch.query_start, batch.context_len, batch.block_table, batch.block_table.stride(0))
     sizes = {"DIM": dim, "DIM_POWER": max(16, triton.next_power_of_2(dim)), "enable_fp_fusion": True}
     chunks = {"CHUNK": CHUNK, "MOST_CHUNKS": MOST_CHUNKS, "MULTIPLE": KEYS}
     both = {
@@ -263,10 +259,9 @@ def paged_attention(
         ROWS=max(DECODE_ROWS, triton.next_power_of_2(group)), **both, **chunks, **sizes,
     )  # fmt: skip
     if batch.max_query_len > 1:
-        queries = _queries(group)
         _prefill[(num_programs,)](
             q, k_cache, v_cache, *where, tasks.first_tile, out, *heads,
-            QUERIES=queries, ROWS=max(16, triton.next_power_of_2(queries * group)), **both, **sizes,
+            QUERIES=tasks.queries, ROWS=max(16, triton.next_power_of_2(tasks.queries * group)), **both, **sizes,
         )  # fmt: skip
     _join[(num_requests + 1, num_heads)](
         batch.query_start, batch.context_len, out, parts, part_largest, part_total, num_rows, num_requests, num_heads,

@@ -110,10 +110,10 @@ class TritonOperators:
             return batch
         return dataclasses.replace(batch, tasks=self._add_adapters.plan(memory, batch))
 
-    def plan_attention(self, batch: AttentionBatch, group: int) -> AttentionBatch:
+    def plan_attention(self, batch: AttentionBatch, group: int, dtype: torch.dtype) -> AttentionBatch:
         if not len(batch.context_len):
             return batch
-        return dataclasses.replace(batch, tasks=attention.plan_attention(batch, group))
+        return dataclasses.replace(batch, tasks=attention.plan_attention(batch, group, self._is_wide or dtype == torch.float32))
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         return penalties.finite_rows(logits)
