@@ -36,8 +36,8 @@ class Stream(threading.Thread):
     model: str
     prompt: list[int]
     count: int
-    clock: Callable[[], float] = time.monotonic
     extra: dict[str, Any] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
     request_name: str = field(default_factory=lambda: f"chaos-{uuid4().hex}")
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -45,6 +45,7 @@ class Stream(threading.Thread):
 
     def __post_init__(self) -> None:
         super().__init__(daemon=True)
+        self.client = httpx2.Client(timeout=120)  # before any starts: making one takes longer than the start of a request
 
     def run(self) -> None:
         headers = {"Authorization": f"Bearer {self.key}", "X-Request-Id": self.request_name}
@@ -52,7 +53,7 @@ class Stream(threading.Thread):
         body |= {"ignore_eos": True, "return_token_ids": True, **self.extra}
         try:
             with (
-                httpx2.Client(timeout=120) as client,
+                self.client as client,
                 client.stream("POST", f"{self.url}/v1/completions", json=body, headers=headers) as response,
             ):
                 for line in response.iter_lines():
@@ -114,7 +115,7 @@ def start_streams(
 ) -> list[Stream]:
     """Streams over the base and all adapters, each with a prompt of its own, once every one of them has got a few tokens."""
     names = [server.model.name, *adapters]
-    streams = [Stream(server.url, key, names[n % len(names)], [60 + n, *PROMPT], count, clock) for n in range(how_many)]
+    streams = [Stream(server.url, key, names[n % len(names)], [60 + n, *PROMPT], count, clock=clock) for n in range(how_many)]
     for stream in streams:
         stream.start()
     deadline = time.monotonic() + 120
