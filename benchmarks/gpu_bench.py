@@ -26,7 +26,7 @@ Figures = MutableMapping[str, float | str]
 Item = TypeVar("Item")
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1.6e-2}
-"""Of a result's own magnitude and the root mean square of its row: sums in another order, and two roundings to bf16."""
+"""Of a result's own magnitude and the root mean square of its row or head: sums in another order, and two roundings to bf16."""
 
 RUBBISH = -0x5A5A5A5B
 """What integers are filled with that nobody has written yet; a narrower type keeps its low bits."""
@@ -166,13 +166,13 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph, number: int) -> float:
 def compare(name: str, out: Tensor, exact: Tensor) -> float:
     """The largest error, as `TOLERANCE` measures it; raises `Wrong` above it, and for NaN.
 
-    Rows are measured by themselves: a long context's result is a hundred times smaller than a short one's.
+    Rows, or heads of a row, are measured by themselves: a long context's result is a hundred times smaller than a short one's.
     """
     if out.shape != exact.shape:
         raise Wrong(f"{name}: its shape is {tuple(out.shape)} and not {tuple(exact.shape)}")
     if not exact.numel():
         return 0.0
-    of_row = exact.flatten(1).square().mean(1).sqrt().view(-1, *[1] * (exact.dim() - 1))
+    of_row = exact.square().mean(-1, keepdim=True).sqrt()
     off = (out.double() - exact).abs()
     error = float(torch.where(off == 0, 0.0, off / (exact.abs() + of_row)).nan_to_num(torch.inf).max())
     if error > TOLERANCE[out.dtype]:

@@ -32,6 +32,7 @@ FAILED, LATE, SECONDS = "failed", "not done in time", "seconds"
 COPY = "copy, GB/s"
 NO_DEVICE = "NoDevice"
 MOST_PROCESSES = 12
+DRY_GRACE_S = 60.0  # of a machine that may be busy with other things
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,10 @@ class Task:
     paths: tuple[str, ...]
 
 
+Processes = dict[Connection, multiprocessing.process.BaseProcess]
+"""By the end of a pipe on which each says what it finds."""
+
+
 @dataclass
 class Ended:
     """What came of a part."""
@@ -96,55 +101,57 @@ def run_section(section: Section, options: argparse.Namespace, seconds: float, s
     started = time.monotonic()
     ended = Ended()
     # Time to end what it has begun, and to start: a GPU's context takes a second or two.
-    grace = 60.0 if options.dry else max(10.0, 0.06 * options.budget_s)
+    grace = DRY_GRACE_S if options.dry else max(10.0, 0.06 * options.budget_s)
     cores = 1 if options.dry or not section.is_shared else min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
     context = multiprocessing.get_context("forkserver")
-    processes: dict[Connection, multiprocessing.process.BaseProcess] = {}
+    processes: Processes = {}
     try:
         for part in range(cores):
             task = Task(section, options.dry, seed, started + seconds, copy_gbps, part, cores, tuple(sys.path))
             reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(task, writer), name=section.name)
-            process.start()
+            processes[reader] = context.Process(target=work, args=(task, writer), name=section.name)
+            processes[reader].start()
             writer.close()
-            processes[reader] = process
         _listen(processes, ended, started + seconds + grace)
     except Exception as error:  # noqa: BLE001 - a part that cannot be started leaves the others
         ended.fail(f"{type(error).__name__}: {error}")
     finally:
         for reader, process in processes.items():
-            if process.is_alive():
-                process.kill()
+            process.join(0 if FAILED in ended.figures else 5)
+            process.kill()
             process.join()
             reader.close()
     ended.figures[SECONDS] = time.monotonic() - started
     return ended
 
 
-def _listen(processes: Mapping[Connection, multiprocessing.process.BaseProcess], ended: Ended, until: float) -> None:
+def _listen(processes: Processes, ended: Ended, until: float) -> None:
     """Take what the processes have to say, until all have ended or it is time to end them."""
-    open_ends, done = set(processes), set[Connection]()
-    while open_ends:
-        ready = wait(list(open_ends), max(0.0, until - time.monotonic()))
-        if not ready:
+    talking = set(processes)
+    while talking:
+        ready = wait(talking, max(0.0, until - time.monotonic()))
+        if not ready or time.monotonic() > until:
             ended.fail("ended by force: it went on beyond its deadline")
             return
-        for reader in ready:
-            assert isinstance(reader, Connection)
+        for reader in [reader for reader in talking if reader in ready]:
             try:
                 name, value = reader.recv()
             except (EOFError, OSError):
-                open_ends.discard(reader)
-                processes[reader].join(10)
-                if reader not in done:
-                    ended.fail(f"its process ended with {processes[reader].exitcode}")
-                continue
+                name, value = FAILED, _death(processes[reader])
+                talking.discard(reader)
             if name is None:
-                done.add(reader)
+                talking.discard(reader)
             elif name == FAILED:
                 ended.fail(value)
             else:
                 ended.figures[name] = value
+
+
+def _death(process: multiprocessing.process.BaseProcess) -> str:
+    """Of one that has closed its end without a word."""
+    process.join(10)
+    code = process.exitcode
+    return f"its process was ended by signal {-code}" if code is not None and code < 0 else f"its process ended with {code}"
 
 
 def work(task: Task, writer: Connection) -> None:

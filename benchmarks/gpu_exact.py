@@ -114,7 +114,12 @@ def philox_words(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -
     k0, k1 = key[:, 0].copy(), key[:, 1].copy()
     for _ in range(10):
         product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (product1 >> np.uint64(32)) ^ c1 ^ k0, product1 & low, (product0 >> np.uint64(32)) ^ c3 ^ k1, product0 & low
+        c0, c1, c2, c3 = (
+            (product1 >> np.uint64(32)) ^ c1 ^ k0,
+            product1 & low,
+            (product0 >> np.uint64(32)) ^ c3 ^ k1,
+            product0 & low,
+        )
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
     return np.stack((c0, c1, c2, c3), axis=1)
 

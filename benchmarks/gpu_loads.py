@@ -108,12 +108,14 @@ def random_adapters(
     num_sites, used = shape.num_layers * NUM_PROJECTIONS, (layers or shape.num_layers) * NUM_PROJECTIONS
     sites = np.full((len(ranks), num_sites, NUM_SITE_FIELDS), -1, dtype=np.int64)
     sites[:, :, SiteField.RANK] = 0
-    sizes, deviations, first = [], [], 0
+    sizes: list[npt.NDArray[np.int64]] = []
+    deviations: list[npt.NDArray[np.float64]] = []
+    first = 0
+    every = np.arange(used)
     for adapter, rank in enumerate(ranks):
-        site = np.arange(used)
         sites[adapter, :used, SiteField.RANK], sites[adapter, :used, SiteField.ROW_TYPE] = rank, row_type
-        sites[adapter, :used, SiteField.A_ROW] = first + site * 2 * rank
-        sites[adapter, :used, SiteField.B_ROW] = first + site * 2 * rank + rank
+        sites[adapter, :used, SiteField.A_ROW] = first + every * 2 * rank
+        sites[adapter, :used, SiteField.B_ROW] = first + every * 2 * rank + rank
         first += 2 * rank * used
         widths = [size for widths in shape.widths for size in widths]
         sizes.append(np.tile(np.repeat([row_bytes(row_type, width) for width in widths], rank), used // NUM_PROJECTIONS))
@@ -202,17 +204,15 @@ class AdapterChanges:
         self._memory.sites[adapter].copy_(self._records[self._held[adapter]])
 
     def swap(self, one: int, other: int) -> None:
-        """Two adapters change places, and with them their ranks."""
+        """Two resident adapters change places, and with them their ranks."""
         self._held[one], self._held[other] = self._held[other], self._held[one]
-        for adapter in {one, other} & self.resident:
+        for adapter in (one, other):
             self._memory.sites[adapter].copy_(self._records[self._held[adapter]])
-        for adapter in {one, other} - self.resident:
-            self.evict(adapter)
 
 
 def random_weight(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A matrix that keeps the variance of its input."""
-    return (torch.randn(num_out, num_in, device=device) * num_in**-0.5).to(dtype)
+    return (torch.randn(num_out, num_in, device=device) / math.sqrt(num_in)).to(dtype)
 
 
 def exact_adapter_linear(

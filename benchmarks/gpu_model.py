@@ -105,9 +105,7 @@ def with_room(step: Step, max_context_len: int, vocab: int) -> Step:
     biases, penalties = (num_requests * min(most, vocab) for most in (MOST_BIASES, MOST_PENALTIES))
     return replace(
         step,
-        requests=replace(
-            step.requests, block_table=_widened(step.requests.block_table, width), max_context_len=max_context_len
-        ),
+        requests=replace(step.requests, block_table=_widened(step.requests.block_table, width), max_context_len=max_context_len),
         bias=replace(step.bias, token_id=_widened(step.bias.token_id, biases), value=_widened(step.bias.value, biases)),
         penalties=replace(
             step.penalties,

@@ -36,8 +36,9 @@ def graphs_follow_the_mix(bench: Bench, figures: Figures) -> None:
         replay = bench.replayed(run)
         name = f"{num_rows} rows, {form.value}"
         figures[f"mixes of {name}"] = 0.0
-        for number in bench.in_time(range(2 if bench.is_dry else 20), lambda number, name=name: f"mix {number} of {name}"):  # type: ignore[misc]
-            traffic.change(number)
+        for number in bench.in_time(range(1 if bench.is_dry else 20), partial("mix {1} of {0}".format, name)):
+            for change in range(4 * number, 4 * number + 4) if bench.is_dry else [number]:
+                traffic.change(change)
             write_over(static, traffic.step())
             replayed = replay()
             caches = [cache.clone() for cache in model.kv.keys + model.kv.values]
@@ -66,12 +67,11 @@ class Traffic:
         """What happens between two steps."""
         draw, changes = self._draw, self._changes
         resident = sorted(changes.resident)
-        one, other = draw.permutation(changes.number)[:2].tolist()
         match number % 4:
             case 0 if len(resident) > 1:
                 changes.evict(int(draw.choice(resident)))
-            case 1:
-                changes.swap(one, other)
+            case 1 if len(resident) > 1:
+                changes.swap(*draw.choice(resident, 2, replace=False).tolist())
             case 2:
                 changes.load(int(draw.choice(resident)))
             case _:

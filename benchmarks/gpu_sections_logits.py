@@ -51,7 +51,7 @@ def _check_logprobs(bench: Bench, figures: Figures, name: str, logits: Tensor) -
         exact_chosen, exact_ids, exact_tops = gpu_exact.token_logprobs(rows, given, num_top)
         must_equal(f"most probable tokens, {name}", top_ids.double(), exact_ids.double())
         for value, exact in ((chosen, exact_chosen), (tops, exact_tops)):
-            off = ((value.double() - exact).abs() / (1 + exact.abs())).nan_to_num(torch.inf)
+            off = torch.where(value == exact, 0.0, (value.double() - exact).abs() / (1 + exact.abs())).nan_to_num(torch.inf)
             error = float(off.max()) if off.numel() else 0.0
             if error > LOGPROB_SLACK:
                 raise Wrong(f"logprobs, {name}: off by {error:.3g}, {LOGPROB_SLACK:g} is allowed")
@@ -59,9 +59,9 @@ def _check_logprobs(bench: Bench, figures: Figures, name: str, logits: Tensor) -
 
 
 def sampling_is_right(bench: Bench, figures: Figures) -> None:
-    """Noise by known answers, then tokens by the contract in fp64: filters of every strength, equals, masks, steep and flat rows."""
+    """Noise by known answers, then tokens by the contract in fp64: filters of every strength, rows of every kind."""
     check_noise(bench, figures)
-    num_rows, num_tokens = (8, bench.shape.vocab) if bench.is_dry else (256, bench.shape.vocab)
+    num_rows, num_tokens = (6, bench.shape.vocab) if bench.is_dry else (256, bench.shape.vocab)
     for name, logits in bench.in_time(list(random_logits(num_rows, num_tokens, bench.device).items()), lambda item: item[0]):
         batch = random_sampling(num_rows, num_tokens, bench.device)
         noise = gpu_exact.philox_uniform(batch.seed, batch.choice, batch.position).to(bench.device)

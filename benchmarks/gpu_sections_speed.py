@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -128,7 +129,7 @@ def _beside_flashinfer(
     """Last, since it may compile for a long time; what it cannot do here is said, and no fault of ours."""
     name = "decode, times as fast as FlashInfer"
     try:
-        import flashinfer
+        flashinfer = importlib.import_module("flashinfer")
     except Exception as error:  # noqa: BLE001 - a package that is broken is not there
         figures[name] = f"not here: {type(error).__name__}"
         return

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from gpu_bench import Bench, Figures, noted_compiles
-from gpu_loads import BLOCK_SIZE, attention_step, attention_values, random_adapters, random_weight
+from gpu_loads import attention_step, attention_values, random_adapters, random_weight
 from gpu_model import RandomModel
 from gpu_sections_logits import random_bias, random_penalties, random_sampling
 from gpu_sections_right import layers_are_right
