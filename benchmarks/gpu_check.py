@@ -29,7 +29,7 @@ FILE = "gpu_check.json"
 FAILED, LATE, SECONDS = "failed", "not done in time", "seconds"
 """Names of figures that every part may have."""
 
-COPY = "copy, GB/s"
+COPY = "copy, GB/s"  # as the part that measures it has it
 NO_DEVICE = "NoDevice"
 MOST_PROCESSES = 12
 DRY_GRACE_S = 60.0  # of a machine that may be busy with other things

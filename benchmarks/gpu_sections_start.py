@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 import triton
@@ -55,11 +56,14 @@ def _calls(bench: Bench) -> dict[str, Callable[[], object]]:
                     for has_bias in (False, True) if name == "qkv" else (False,):
                         call = partial(_call_linear, bench, dtype, form, num_in, sites, out_dtype, has_bias)
                         calls[f"{name} {dtype} → {out_dtype}, {form.value}, bias: {has_bias}"] = call
-        for number in (3, *WARM_SIZES) if dtype == bench.dtypes[0] else (3,):
+        for number in (2, 3, *WARM_SIZES) if dtype == bench.dtypes[0] else (2, 3, 4):
             calls[f"attention {dtype}, {number}"] = partial(_call_attention, bench, dtype, number)
+    calls["tasks"] = partial(_call_tasks, bench)
     calls["logits"] = partial(_call_logits, bench)
     calls["layers"] = partial(layers_are_right, bench, {})
-    return dict(list(calls.items())[4:5] + list(calls.items())[-2:-1]) if bench.is_dry else calls
+    if bench.is_dry:  # nothing is compiled, so one of each kind is enough to see that it can be called
+        return {name: calls[name] for name in (f"down {dtype} → {dtype}, two, bias: False", f"attention {dtype}, 2", "logits")}
+    return calls
 
 
 def _call_linear(
@@ -79,9 +83,16 @@ def _call_linear(
     bench.operators(form).adapter_linear(x, weight, bias if has_bias else None, memory, batch, sites, out_dtype)
 
 
+def _call_tasks(bench: Bench) -> None:
+    """The list of tasks, whose kernel is another for every power of two of adapters in a step."""
+    for number in (1, 2, 4, 8, 16, 32, 64):
+        memory = random_adapters(bench.shape, [1] * number, RowType.BF16, bench.device, layers=1)
+        bench.plan_adapters(bench.launcher(Form.TWO), memory, build_adapter_batch(list(range(number)), bench.device))
+
+
 def _call_attention(bench: Bench, dtype: torch.dtype, number: int) -> None:
-    """Requests that decode, and one with a prompt where there are several."""
-    query_len = [1] * (number - 1) + [3 if number > 1 else 1]
+    """Requests that decode, and one with a prompt."""
+    query_len = [1] * (number - 1) + [3]
     num_blocks = number
     batch = attention_step(query_len, [5] * number, num_blocks, bench.device)
     q, keys, values = attention_values(bench.shape, batch, sum(query_len), num_blocks, 1.0, dtype, bench.device)
@@ -105,15 +116,14 @@ def compiles(bench: Bench, figures: Figures) -> None:
     """Steps with every kernel in them, first of the sizes that a server warms up with, then of odd ones, decode alone and with
     prompts: kernels that are new to this process in the second half would each cost a request a second or more. 0 is wanted.
     """
-    warm, odd = ((4,), (3,)) if bench.is_dry else (WARM_SIZES, ODD_SIZES)
+    warm, odd = ((2,), (1,)) if bench.is_dry else (WARM_SIZES, ODD_SIZES)
+    kinds = [(5, Form.TWO)] if bench.is_dry else list(product((1, 5), Form))
     model = RandomModel(bench, 2 * max(warm) + 64, 1)
     memory = random_adapters(replace(bench.shape, num_layers=16), [1, 16, 17, 64], RowType.BF16, bench.device, layers=1)
     for name, sizes in (("warm-up", warm), ("odd sizes", odd)):
         with noted_compiles() as found:
             figures[f"kernels compiled, {name}"] = 0.0
-            for number, prompt, form in bench.in_time([(n, p, f) for n in sizes for p in (1, 5) for f in Form]):
-                if bench.is_dry and (prompt == 1) == (form is Form.FUSED):
-                    continue
+            for number, (prompt, form) in bench.in_time(list(product(sizes, kinds))):
                 query_len = [prompt, *[1] * (number - 1)]
                 contexts = [prompt + request % 7 for request in range(number)]
                 adapters = [request % 5 - 1 for request in range(number)]
