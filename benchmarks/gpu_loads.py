@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,7 +22,7 @@ from graftwork_kernels.layout import (
     RowType,
     SiteField,
 )
-from graftwork_kernels.row_codec import RowRun, read_runs, row_bytes
+from graftwork_kernels.row_codec import RowRun, decode_e4m3, read_runs, row_bytes
 
 BLOCK_SIZE = 16
 NUM_PROJECTIONS = 7
@@ -83,74 +86,176 @@ LLAMA_8B = Shape(4096, 32, 8, 128, 14336, 32, 128_256)
 TINY = Shape(64, 4, 2, 16, 96, 2, 300)
 
 
+def fresh_draw() -> np.random.Generator:
+    """Numbers that torch's seed decides."""
+    return np.random.default_rng(int(torch.randint(2**62, ())))
+
+
 def random_adapters(
-    shape: Shape, ranks: Sequence[int], row_type: RowType, device: torch.device, *, scattered: bool
+    shape: Shape,
+    ranks: Sequence[int],
+    row_type: RowType,
+    device: torch.device,
+    *,
+    layers: int | None = None,
+    scattered: bool = False,
 ) -> AdapterMemory:
-    """An adapter of each rank on all seven projections of every layer. ``scattered``: its rows in any order, NaN between."""
-    draw = np.random.default_rng(0)
-    sites = torch.full((len(ranks), shape.num_layers * NUM_PROJECTIONS, NUM_SITE_FIELDS), -1, dtype=torch.int64)
-    sizes: list[int] = []
+    """An adapter of each rank on all seven projections of the first ``layers`` layers, all if None. What one adds to a row of
+    unit variance has unit variance, as has the base's product where its weights have 1 / in.
+
+    ``scattered``: its rows lie in any order with NaN between, and every second adapter has output scales and biases of its own.
+    """
+    num_sites, used = shape.num_layers * NUM_PROJECTIONS, (layers or shape.num_layers) * NUM_PROJECTIONS
+    sites = np.full((len(ranks), num_sites, NUM_SITE_FIELDS), -1, dtype=np.int64)
+    sites[:, :, SiteField.RANK] = 0
+    sizes: list[npt.NDArray[np.int64]] = []
+    deviations: list[npt.NDArray[np.float64]] = []
+    first = 0
+    every = np.arange(used)
     for adapter, rank in enumerate(ranks):
-        for site in range(shape.num_layers * NUM_PROJECTIONS):
-            num_in, num_out = shape.widths[site % NUM_PROJECTIONS]
-            record = sites[adapter, site]
-            record[SiteField.RANK], record[SiteField.ROW_TYPE] = rank, row_type
-            record[SiteField.A_ROW] = len(sizes)
-            record[SiteField.B_ROW] = len(sizes) + rank
-            sizes += [row_bytes(row_type, num_in)] * rank + [row_bytes(row_type, num_out)] * rank
-    units = -(-np.array(sizes) // ROW_ALIGNMENT) + (1 if scattered else 0)
-    order = draw.permutation(len(sizes)) if scattered else np.arange(len(sizes))
-    offsets = np.empty(len(sizes), dtype=np.int64)
-    offsets[order] = np.concatenate(([0], np.cumsum(units[order])[:-1])) * ROW_ALIGNMENT
-    pool = _random_pool(int(units.sum()) * ROW_ALIGNMENT, row_type, device)
+        sites[adapter, :used, SiteField.RANK], sites[adapter, :used, SiteField.ROW_TYPE] = rank, row_type
+        sites[adapter, :used, SiteField.A_ROW] = first + every * 2 * rank
+        sites[adapter, :used, SiteField.B_ROW] = first + every * 2 * rank + rank
+        first += 2 * rank * used
+        widths = [size for widths in shape.widths for size in widths]
+        sizes.append(np.tile(np.repeat([row_bytes(row_type, width) for width in widths], rank), used // NUM_PROJECTIONS))
+        deviation = [value for num_in, _ in shape.widths for value in (num_in**-0.5, rank**-0.5)]
+        deviations.append(np.tile(np.repeat(deviation, rank), used // NUM_PROJECTIONS))
     if scattered:
-        gaps = torch.from_numpy(offsets + (units - 1) * ROW_ALIGNMENT).to(device)
-        pool.view(-1, ROW_ALIGNMENT)[gaps // ROW_ALIGNMENT] = 0xFF
-    row_offset = torch.from_numpy(offsets).to(device)
+        for adapter, site in product(range(1, len(ranks), 2), range(used)):
+            sites[adapter, site, SiteField.SCALE_ROW], sites[adapter, site, SiteField.BIAS_ROW] = first, first + 1
+            first += 2
+            sizes.append(np.full(2, 4 * shape.widths[site % NUM_PROJECTIONS][1]))
+            deviations.append(np.zeros(2))
+    rows = _Rows(np.concatenate(sizes), np.concatenate(deviations), gap=1 if scattered else 0)
+    pool = _random_pool(rows, row_type, device)
+    if scattered:
+        _spoil_gaps(pool, rows)
+        for field, middle in ((SiteField.SCALE_ROW, 1.0), (SiteField.BIAS_ROW, 0.0)):
+            for adapter, site in np.argwhere(sites[:, :, field] >= 0).tolist():
+                at, size = int(rows.offsets[sites[adapter, site, field]]), shape.widths[site % NUM_PROJECTIONS][1]
+                pool[at : at + 4 * size] = (middle + 0.5 * torch.randn(size, device=device)).view(torch.uint8)
+    return AdapterMemory(pool, torch.from_numpy(rows.offsets).to(device), torch.from_numpy(sites).to(device))
+
+
+class _Rows:
+    """Where rows of these sizes lie, in units of `ROW_ALIGNMENT`; with a gap they lie in any order."""
+
+    def __init__(self, sizes: npt.NDArray[np.int64], deviations: npt.NDArray[np.float64], gap: int) -> None:
+        self.sizes, self.deviations = sizes, deviations
+        self.units = -(-sizes // ROW_ALIGNMENT) + gap
+        self.order = fresh_draw().permutation(len(sizes)) if gap else np.arange(len(sizes))
+        self.offsets = np.empty(len(sizes), dtype=np.int64)
+        self.offsets[self.order] = np.concatenate(([0], np.cumsum(self.units[self.order])[:-1])) * ROW_ALIGNMENT
+
+
+def _random_pool(rows: _Rows, row_type: RowType, device: torch.device) -> Tensor:
+    num_units = int(rows.units.sum())
+    pool = torch.empty(num_units * ROW_ALIGNMENT, dtype=torch.uint8, device=device)
     if row_type in (RowType.INT8, RowType.E4M3):
-        pool.view(torch.float32)[row_offset // 4] = 0.02 / (127 if row_type is RowType.INT8 else 448)
-    return AdapterMemory(pool, row_offset, sites.to(device))
-
-
-def _random_pool(num_bytes: int, row_type: RowType, device: torch.device) -> Tensor:
-    pool = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    match row_type:
-        case RowType.BF16:
-            pool.view(torch.bfloat16).normal_(0, 0.02)
-        case RowType.FP32:
-            pool.view(torch.float32).normal_(0, 0.02)
-        case RowType.INT8:
-            pool.random_(0, 256)
-        case RowType.E4M3:
-            pool.random_(0, 256).bitwise_and_(0xF7)  # no NaN, whose lower bits are all set
+        pool.random_(0, 256)
+        if row_type is RowType.E4M3:
+            pool.sub_((pool & 0x7F == 0x7F).to(torch.uint8))  # NaN alone: its neighbour is the largest number
+        codes = torch.arange(256, dtype=torch.uint8)
+        values = codes.view(torch.int8).double() if row_type is RowType.INT8 else decode_e4m3(codes).double()
+        of_codes = float(values[values.isfinite()].square().mean().sqrt())
+        heads = torch.from_numpy(rows.offsets // 4).to(device)
+        pool.view(torch.float32)[heads] = torch.from_numpy(rows.deviations / of_codes).float().to(device)
+    else:
+        values = pool.view(torch.bfloat16 if row_type is RowType.BF16 else torch.float32)
+        values.normal_()
+        of_row, units = (torch.from_numpy(column[rows.order]).to(device) for column in (rows.deviations, rows.units))
+        of_unit = of_row.float().repeat_interleave(units, output_size=num_units)
+        values.view(num_units, -1).mul_(of_unit[:, None])
     return pool
+
+
+def _spoil_gaps(pool: Tensor, rows: _Rows) -> None:
+    """Everything that is no row's: NaN in all types but int8, whose scale is."""
+    for offset, size, units in zip(rows.offsets.tolist(), rows.sizes.tolist(), rows.units.tolist(), strict=True):
+        pool[offset + size : offset + units * ROW_ALIGNMENT] = 0xFF
+
+
+class AdapterChanges:
+    """What happens to adapters between steps: one is overwritten, moved, evicted or loaded again. bf16, on all layers, in order."""
+
+    def __init__(self, memory: AdapterMemory) -> None:
+        self._memory = memory
+        self._records = memory.sites.clone()
+        starts = memory.row_offset[memory.sites[:, 0, SiteField.A_ROW]].tolist()
+        self._places = list(zip(starts, [*starts[1:], memory.pool.numel()], strict=True))
+        self._held = list(range(len(starts)))  # which rows each record has
+        self.number = len(starts)
+        self.resident = set(self._held)
+
+    def evict(self, adapter: int) -> None:
+        """Its record goes, and its rows hold NaN."""
+        self.resident.discard(adapter)
+        self._memory.sites[adapter].fill_(-1)
+        self._memory.sites[adapter, :, SiteField.RANK] = 0
+        start, end = self._places[self._held[adapter]]
+        self._memory.pool[start:end] = 0xFF
+
+    def load(self, adapter: int) -> None:
+        """New rows in its place, whether it was there or not."""
+        self.resident.add(adapter)
+        start, end = self._places[self._held[adapter]]
+        self._memory.pool[start:end].view(torch.bfloat16).normal_(0, 0.02)
+        self._memory.sites[adapter].copy_(self._records[self._held[adapter]])
+
+    def swap(self, one: int, other: int) -> None:
+        """Two resident adapters change places, and with them their ranks."""
+        self._held[one], self._held[other] = self._held[other], self._held[one]
+        for adapter in (one, other):
+            self._memory.sites[adapter].copy_(self._records[self._held[adapter]])
+
+
+def random_weight(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A matrix that keeps the variance of its input."""
+    return (torch.randn(num_out, num_in, device=device) / math.sqrt(num_in)).to(dtype)
 
 
 def exact_adapter_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, memory: AdapterMemory, adapters: Sequence[int], sites: tuple[LinearSite, ...]
 ) -> Tensor:
-    """fp64, a row after the other."""
+    """fp64, an adapter after the other."""
     out = x.double() @ weight.double().T
+    shift = torch.zeros_like(out) if bias is None else bias.double().expand_as(out).clone()
     records = memory.sites.tolist()
-    for row, adapter in enumerate(adapters):
-        if adapter < 0:
-            continue
+    for adapter in {adapter for adapter in adapters if adapter >= 0}:
+        rows = torch.tensor([row for row, its in enumerate(adapters) if its == adapter], device=x.device)
         for site in sites:
-            record = records[adapter][site.index]
-            rank, row_type = record[SiteField.RANK], record[SiteField.ROW_TYPE]
-            (a,) = read_runs(memory, [RowRun(record[SiteField.A_ROW], rank, row_type)], x.shape[1])
-            (b,) = read_runs(memory, [RowRun(record[SiteField.B_ROW], rank, row_type)], site.size)
-            out[row, site.start : site.start + site.size] += x[row].double() @ a.double().T @ b.double()
-    return out if bias is None else out + bias.double()
+            record, columns = records[adapter][site.index], slice(site.start, site.start + site.size)
+            if record[SiteField.RANK]:
+                a, b = (
+                    read_runs(memory, [RowRun(record[field], record[SiteField.RANK], record[SiteField.ROW_TYPE])], width)[0]
+                    for field, width in ((SiteField.A_ROW, x.shape[1]), (SiteField.B_ROW, site.size))
+                )
+                out[rows, columns] += x[rows].double() @ a.double().T @ b.double()
+            scale, own = (
+                None if record[field] < 0 else read_runs(memory, [RowRun(record[field], 1, RowType.FP32)], site.size)[0].double()
+                for field in (SiteField.SCALE_ROW, SiteField.BIAS_ROW)
+            )
+            if scale is not None:
+                out[rows, columns] *= scale
+            if own is not None:
+                shift[rows, columns] = own
+    return out + shift
 
 
-def attention_step(query_len: Sequence[int], context_len: Sequence[int], num_blocks: int, device: torch.device) -> AttentionBatch:
-    """Requests whose blocks lie anywhere among ``num_blocks``, no block twice; each row's slot is that of its position."""
-    draw = np.random.default_rng(1)
+def attention_step(
+    query_len: Sequence[int], context_len: Sequence[int], num_blocks: int, device: torch.device, *, first_row: int = 0
+) -> AttentionBatch:
+    """Requests whose blocks lie anywhere among ``num_blocks``, no block twice; each row's slot is that of its position. Rows before
+    ``first_row`` are nobody's.
+    """
     most = -(-max(context_len) // BLOCK_SIZE)
-    table = draw.permutation(num_blocks)[: most * len(context_len)].reshape(len(context_len), most).astype(np.int32)
-    starts = np.concatenate(([0], np.cumsum(query_len)))
-    slots = [
+    blocks = fresh_draw().permutation(num_blocks)[: most * len(context_len)]
+    # As wide as a server's, whatever the contexts: a multiple of 16, as most lengths are.
+    table = np.zeros((len(context_len), -(-most // 16) * 16), dtype=np.int32)
+    table[:, :most] = blocks.reshape(len(context_len), most)
+    starts = np.concatenate(([0], np.cumsum(query_len))) + first_row
+    slots = [-1] * first_row + [
         int(table[request, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
         for request, (length, context) in enumerate(zip(query_len, context_len, strict=True))
         for position in range(context - length, context)
@@ -163,6 +268,32 @@ def attention_step(query_len: Sequence[int], context_len: Sequence[int], num_blo
         max_query_len=max(query_len),
         max_context_len=max(context_len),
     )
+
+
+def attention_values(
+    shape: Shape, batch: AttentionBatch, num_rows: int, num_blocks: int, scale: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a step; NaN wherever no request's context is.
+
+    The last key of a context draws as much attention as all others together, so that a context of another length is seen however
+    long it is.
+    """
+    size = (num_blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    q = torch.randn(num_rows, shape.num_heads, shape.head_dim, device=device).to(dtype)
+    keys, values = (torch.randn(size, device=device).to(dtype) for _ in range(2))
+    known = torch.zeros(num_blocks, BLOCK_SIZE, dtype=torch.bool)
+    starts, table, group = batch.query_start.tolist(), batch.block_table.tolist(), shape.num_heads // shape.num_kv_heads
+    for request, context in enumerate(batch.context_len.tolist()):
+        for block in range(-(-context // BLOCK_SIZE)):
+            known[table[request][block], : context - block * BLOCK_SIZE] = True
+        if starts[request + 1] > starts[request]:
+            leader = q[starts[request + 1] - 1, ::group].double()  # of each group of heads
+            wanted = math.log(context + 1) / scale / leader.square().sum(-1, keepdim=True)
+            block, place = table[request][(context - 1) // BLOCK_SIZE], (context - 1) % BLOCK_SIZE
+            keys[block, :, place] = (leader * wanted).to(dtype)
+    for cache in (keys, values):
+        cache.masked_fill_(~known.to(device)[:, None, :, None], math.nan)
+    return q, keys, values
 
 
 def exact_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:

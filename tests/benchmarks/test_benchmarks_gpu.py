@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -9,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import gpu_check
+from gpu_check import SECTIONS, Section
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -24,31 +28,52 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 
 def test_the_check_runs_to_its_end_without_a_gpu(tmp_path):
-    """Outside of the checkout and its environment, from the sources alone."""
-    out = tmp_path / "gpu.json"
-    ended = run("gpu_check.py", "--dry", "--out", str(out), "--budget-s", "600", PYTHONPATH="")
+    """Outside of the checkout and its environment, from the sources alone, into a folder that is not there yet."""
+    out = tmp_path / "results" / "gpu"
+    ended = run("gpu_check.py", "--dry", "--out", str(out), "--budget-s", "1200", PYTHONPATH="")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    result = json.loads(out.read_text())
-    assert list(result["parts"]) == [
-        "copy_rate", "adapters_are_right", "attention_is_right", "graphs_follow_the_mix", "adapter_bandwidth", "decode_step",
-        "attention_bandwidth", "adapter_load",
-    ]  # fmt: skip
+    result = json.loads((out / "gpu_check.json").read_text())
+    assert list(result["parts"]) == [section.name for section in SECTIONS]
     assert not any({"failed", "not done in time"} & set(figures) for figures in result["parts"].values())
     errors = {name: error for name, error in result["parts"]["adapters_are_right"].items() if name != "seconds"}
     assert len(errors) == 8  # two forms of four row types
     assert max(errors.values()) < 1e-4
+    assert result["parts"]["graphs_follow_the_mix"]["mixes of 3 rows, fused"] == 1
 
 
 def test_a_part_without_time_says_what_it_left_out(tmp_path):
-    out = tmp_path / "gpu.json"
-    assert run("gpu_check.py", "--dry", "--out", str(out), "--budget-s", "0").returncode == 0
-    assert "two" in json.loads(out.read_text())["parts"]["adapters_are_right"]["not done in time"].lower()
+    assert (
+        run("gpu_check.py", "--dry", "--section", "adapters_are_right", "--out", str(tmp_path), "--budget-s", "0").returncode == 0
+    )
+    assert "TWO" in json.loads((tmp_path / "gpu_check.json").read_text())["parts"]["adapters_are_right"]["not done in time"]
 
 
 def test_without_a_gpu_the_check_says_what_to_do():
     ended = run("gpu_check.py")
     assert ended.returncode == 2
     assert "--dry" in ended.stderr
+
+
+def test_a_part_that_goes_wrong_keeps_what_it_measured_and_costs_no_other(tmp_path, monkeypatch):
+    """Exceptions of all kinds, a module that is not there, a process that dies, and one that never looks at its deadline."""
+    monkeypatch.setattr(gpu_check, "DRY_GRACE_S", 5.0)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    options = argparse.Namespace(dry=True, budget_s=30.0, seed=0, out=tmp_path, json=True)
+    names = ("wrong", "changed_api", "killed", "endless", "absent", "healthy")
+    sections = [Section(name, "gpu_faults", 0.01) for name in names]
+    sections.insert(0, Section("unknown", "gpu_no_such_module", 0.01))
+    assert gpu_check.run(sections, options) == 1
+    parts = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
+    assert list(parts) == ["unknown", *names]
+    failures = {name: figures.get("failed", "") for name, figures in parts.items()}
+    assert failures.pop("healthy") == ""
+    for name, why in {
+        "unknown": "ModuleNotFoundError", "wrong": "Wrong: a kernel", "changed_api": "TypeError", "killed": "signal 6",
+        "endless": "beyond its deadline", "absent": "AttributeError",
+    }.items():  # fmt: skip
+        assert why in failures[name]
+    for name in ("wrong", "changed_api", "killed", "endless", "healthy"):
+        assert parts[name]["measured"] == 1
 
 
 @pytest.fixture(scope="module")
