@@ -24,8 +24,8 @@ from graftwork_kernels.triton.linear import BLOCK_COLUMNS, K_CHUNK, Form
 ELEMENT, WIDE = 2, 4
 """Bytes of a bf16 activation and of an fp32 sum."""
 
-PLAN_LAUNCHES = 3
-"""A step: tiles of ranks, tasks of adapters, tasks of attention."""
+STEP_LAUNCHES = {"lists of work": 3, "counters set to 0": 1, "embedding": 1, "last norm": 1, "head": 1}
+"""Of a step up to its logits, whatever its layers."""
 
 LAYER_LAUNCHES = {"norms": 2, "rotary and keys": 1, "attention": 2, "activation": 1, "products": 4}
 """Beside what adapters add. A decode step's attention is its parts and their sum."""
@@ -80,7 +80,7 @@ def base_bytes(shape: Shape) -> int:
 
 def launches(shape: Shape, form: Form) -> int:
     """Of a decode step without sampling."""
-    return PLAN_LAUNCHES + shape.num_layers * (sum(LAYER_LAUNCHES.values()) + 4 * ADAPTER_LAUNCHES[form])
+    return sum(STEP_LAUNCHES.values()) + shape.num_layers * (sum(LAYER_LAUNCHES.values()) + 4 * ADAPTER_LAUNCHES[form])
 
 
 @dataclass(frozen=True)
