@@ -105,7 +105,7 @@ def test_captured_steps_follow_every_mix(monkeypatch: pytest.MonkeyPatch, memory
         assert plain.logprobs(first) == pytest.approx(captured.logprobs(second), abs=1e-4)
     assert capture.num_launches > 0
     assert capture.num_replays >= 7
-    # For each size: 3 lists of work, a last norm, and of each layer 2 norms and 2 of heads, rotary, 2 of attention, a gate, 8 of adapters.
+    # Of each size: 3 lists of work, a last norm; of each layer 4 norms, rotary, 2 of attention, a gate, 8 of adapters.
     assert capture.num_launches == 2 * (3 + 16 * CONFIG.num_layers + 1)
 
 
