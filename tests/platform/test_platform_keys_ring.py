@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from uuid import UUID
@@ -111,3 +112,27 @@ def test_a_failed_read_changes_nothing() -> None:
     with pytest.raises(OSError, match="away"), ring.reading():
         raise OSError("away")
     assert ring.entries == KEYS[:1]
+
+
+def test_a_key_that_was_refused_is_not_let_in_by_older_news() -> None:
+    """A beat that set out before a revocation arrives after the database has said that the key is revoked."""
+    clock, text = [100.0], generate().text
+    entry = KeyEntry(UUID(int=9), public_id_of(text) or "", key_hmac(SECRETS.pepper, text), TENANTS[0], "acme", None, None)
+    valid: list[KeyEntry | None] = [entry]
+
+    async def reread(_public_id: str) -> KeyEntry | None:
+        return valid[0]
+
+    ring = KeyRing(SECRETS, clock=lambda: clock[0], reread=reread)
+    with ring.reading() as everything:
+        everything.replace_all([entry])
+    ring.hear(99.0)
+    clock[0] = 100.5
+    assert asyncio.run(ring.admit(f"Bearer {text}")).key_id == entry.key_id  # the database says so, not the ring
+    valid[0] = None
+    with pytest.raises(Unauthorized):
+        asyncio.run(ring.admit(f"Bearer {text}"))
+    ring.hear(100.2)
+    assert ring.is_current
+    with pytest.raises(Unauthorized):
+        asyncio.run(ring.admit(f"Bearer {text}"))
