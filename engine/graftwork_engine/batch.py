@@ -105,9 +105,9 @@ class BatchBuilder:
         self._token_ids, self._positions, self._kv_slot = (io.array(num_rows, np.int64) for _ in range(3))
         self._query_start = io.array(num_requests + 1, np.int32)
         self._context_len = io.array(num_requests, np.int32)
-        self._sample_rows = io.array(num_requests, np.int64)
         self._sampling = SamplingArrays(num_requests, io)
-        # Last, since it is longest by far and its end is needed by full steps alone.
+        self._sample_rows = io.array(num_requests, np.int64)
+        # Last, since it is longest by far, and is sent whole only when requests have moved in it.
         block_table = io.array(num_requests * capacity.num_blocks, np.int32).reshape(num_requests, capacity.num_blocks)
         self._table = RequestTable(block_table, block_size)
         self._numbers = np.arange(max(num_rows, num_requests) + 1)
@@ -152,13 +152,18 @@ class BatchBuilder:
         longest = int(ends.max())
         self._check(max(num_rows, length), num_requests + length - num_rows, longest)
         moved = self._table.seat(scheduled)
-        self._table.cover(ends)
+        grown = self._table.cover(ends)
         self._context_len[:num_requests] = ends
         self._write_rows(scheduled, counts, starts, num_rows, length)
         self._write_sampling(scheduled, ends, moved)
         num_requests += length - num_rows
         self._view(length, num_requests, len(self._drawing))
-        self._io.send(self._table.block_table[:num_requests])
+        if moved:
+            self._io.send(self._table.block_table[:num_requests])
+        else:  # of a table as wide as the longest context, most of which no step has
+            self._io.send(self._sample_rows)
+            if len(grown):
+                self._io.send_entries(self._table.block_table, grown)
         return self._batch(scheduled, num_rows, int(counts.max()), longest)
 
     def idle(self, length: int) -> StepBatch:

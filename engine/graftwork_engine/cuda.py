@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,8 +28,24 @@ class CudaFence:
         self._event.record()
 
     def wait(self) -> None:
-        """See `Fence.wait`. Other threads go on meanwhile."""
+        """See `Fence.wait`. It looks again and again, which costs a core and wakes sooner; other threads go on meanwhile."""
         self._event.synchronize()
+
+
+class CudaLink:
+    """`graftwork_engine.step_io.Link` to the stream that steps run on. Torch keeps pinned memory for the next who asks for as much,
+    once the copies from and to it are done.
+    """
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Link`, here and below."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def copy(self, destination: Tensor, source: Tensor) -> None:
+        destination.copy_(source, non_blocking=True)
+
+    def fence(self) -> CudaFence:
+        return CudaFence()
 
 
 class CudaCapture:
@@ -37,17 +53,17 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # one for all: cuBLAS keeps memory for each it has seen
 
     def __call__(self, run: Callable[[], Tensor]) -> Replay:
         """See `Capture`; nothing is captured of what other threads do meanwhile."""
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_RUNS):
                 run()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = run()
         return Replay(graph.replay, output)
 
@@ -65,7 +81,7 @@ class Gpu:
 
     def step_io(self, num_bytes: int) -> StepIo:
         """See `graftwork_engine.device.Device`, here and below."""
-        return MirrorIo(num_bytes, self.place, Tensor.pin_memory, CudaFence)
+        return MirrorIo(num_bytes, self.place, CudaLink())
 
     def make_forward(self, kernels: Kernels, capacity: StepCapacity) -> MakeForward | None:
         if not self._use_graphs or not kernels.is_capturable:

@@ -89,11 +89,9 @@ class Request:
 
     @property
     def needs_history(self) -> bool:
-        """Its next token cannot be drawn before the newest one is known: something is reckoned from the output so far."""
+        """Its next token cannot be drawn before the newest one is known: penalties are reckoned from what the output holds."""
         sampling = self.sampling
-        if sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty:
-            return True
-        return bool(sampling.min_tokens and sampling.stop_token_ids)
+        return sampling.repetition_penalty != 1.0 or bool(sampling.frequency_penalty) or bool(sampling.presence_penalty)
 
     def token_counts(self) -> TokenCounts | None:
         """The tokens that penalties are about, with their counts up to the newest token; None if the request has no penalty."""
@@ -108,7 +106,8 @@ class Request:
 
     def token_bias(self) -> TokenBias | None:
         """What is added to single logits of the next token: ``logit_bias``, and the ban on stop tokens up to ``min_tokens``."""
-        bans_stops = self.num_output_tokens < self.sampling.min_tokens and bool(self.sampling.stop_token_ids)
+        num_output = self.num_output_tokens + self.num_drawing  # of which the last need not be known
+        bans_stops = num_output < self.sampling.min_tokens and bool(self.sampling.stop_token_ids)
         if not bans_stops and not self.sampling.logit_bias:
             return None
         if self._token_bias is None or self._token_bias[0] != bans_stops:

@@ -92,18 +92,30 @@ class RequestTable:
         """A copy of the entries at ``places``."""
         return self._entries[places].view(COLUMNS)
 
-    def cover(self, ends: npt.NDArray[np.int64]) -> None:
-        """Write the blocks that tokens up to ``ends`` int64 [R] need and that are not in the block table yet."""
+    def cover(self, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Write the blocks that tokens up to ``ends`` int64 [R] need and that are not in the block table yet.
+
+        What was written, counted through the table row by row.
+        """
         written = self.columns["num_blocks"][: len(ends)]
         needed = (ends + (self._block_size - 1)) // self._block_size
         growing = np.flatnonzero(needed > written)
-        due = needed[growing]
-        for place, first, last in zip(growing.tolist(), written[growing].tolist(), due.tolist(), strict=True):
-            if last - first == 1:  # most of all, and one number is written in a fraction of the time of a list of one
-                self.block_table[place, first] = self._block_lists[place][first]
-            else:
-                self.block_table[place, first:last] = self._block_lists[place][first:last]
+        if not len(growing):
+            return growing
+        first, due, width = written[growing], needed[growing], self.block_table.shape[1]
+        places = growing * width + first
+        if (due - first == 1).all():  # most of all
+            lists = self._block_lists
+            self.block_table.reshape(-1)[places] = [
+                lists[place][number] for place, number in zip(growing.tolist(), first.tolist(), strict=True)
+            ]
+        else:
+            for place, begin, end in zip(growing.tolist(), first.tolist(), due.tolist(), strict=True):
+                self.block_table[place, begin:end] = self._block_lists[place][begin:end]
+            counts = due - first
+            places = np.repeat(places - counts.cumsum() + counts, counts) + np.arange(counts.sum())
         written[growing] = due
+        return places
 
     def _move(self, origins: npt.NDArray[np.int64], width: int) -> None:
         """Bring those who sat at ``origins`` to the places 0, 1, 2 ..., with ``width`` blocks; where -1 stands anything may be."""

@@ -17,12 +17,16 @@ ALIGNMENT = 64
 
 
 class StepIo(StepArrays, Protocol):
-    """The way to a device and back, in the order of its steps. Nothing waits but what `fetch` returns."""
+    """The way to a device and back, in the order of its steps. No call waits for the device but what `fetch` returns."""
 
     def send(self, last: Array) -> None:
         """Let operators see all that was written to arrays since the last time, up to the end of ``last``, which is a part of one;
         arrays that were made later than that one are left out.
         """
+        ...
+
+    def send_entries(self, array: Array, places: npt.NDArray[np.int64]) -> None:
+        """Let operators see these entries of an array that `send` leaves out; ``places`` count through all of its dimensions."""
         ...
 
     def upload(self, tensor: Tensor) -> Tensor:
@@ -39,6 +43,9 @@ class HostIo(HostArrays):
 
     def send(self, last: Array) -> None:
         """See `StepIo.send`."""
+
+    def send_entries(self, array: Array, places: npt.NDArray[np.int64]) -> None:
+        """See `StepIo.send_entries`."""
 
     def upload(self, tensor: Tensor) -> Tensor:
         """See `StepIo.upload`."""
@@ -61,21 +68,34 @@ class Fence(Protocol):
         ...
 
 
+class Link(Protocol):
+    """What lies between a host and a device that does what it is told later, in order."""
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host that the device can read and write by itself. It may be let go while it does."""
+        ...
+
+    def copy(self, destination: Tensor, source: Tensor) -> None:
+        """Have the device copy, one of the two being its own, the other pinned: behind all that it was told so far."""
+        ...
+
+    def fence(self) -> Fence:
+        """One that is not set."""
+        ...
+
+
 class MirrorIo:
     """`StepIo` of a device with memory of its own: the arrays are one piece of memory on either side, which a step sends in one go.
 
-    What is sent is first copied into one of two pieces that the device can read by itself: so the arrays may be written for the
-    next step while it does. ``pin`` gives a tensor in such memory, holding the same; ``make_fence`` makes fences of the device.
-    Raises ValueError where ``num_bytes`` are too few for the arrays.
+    What is sent is first copied into one of two pieces of pinned memory: so the arrays may be written for the next step while the
+    device reads. Raises ValueError where ``num_bytes`` are too few for the arrays.
     """
 
-    def __init__(
-        self, num_bytes: int, device: torch.device, pin: Callable[[Tensor], Tensor], make_fence: Callable[[], Fence]
-    ) -> None:
-        self._device, self._pin, self._make_fence = device, pin, make_fence
+    def __init__(self, num_bytes: int, device: torch.device, link: Link) -> None:
+        self._device, self._link = device, link
         self._host = np.zeros(num_bytes, dtype=np.uint8)
         self._mirror = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._slots = [(pin(torch.empty(num_bytes, dtype=torch.uint8)), make_fence()) for _ in range(2)]
+        self._slots = [(link.pinned((num_bytes,), torch.uint8), link.fence()) for _ in range(2)]
         self._num_used = 0
 
     def array(self, length: int, dtype: npt.DTypeLike) -> Array:
@@ -100,17 +120,27 @@ class MirrorIo:
         self._slots.reverse()
         fence.wait()  # for the step before the last one, which is over
         slot.numpy()[:end] = self._host[:end]
-        self._mirror[:end].copy_(slot[:end], non_blocking=True)
+        self._link.copy(self._mirror[:end], slot[:end])
         fence.set()
+
+    def send_entries(self, array: Array, places: npt.NDArray[np.int64]) -> None:
+        """See `StepIo.send_entries`."""
+        values = self.upload(torch.from_numpy(array.reshape(-1)[places]))
+        self.tensor(array).view(-1).index_copy_(0, self.upload(torch.from_numpy(places)), values)
 
     def upload(self, tensor: Tensor) -> Tensor:
         """See `StepIo.upload`."""
-        return self._pin(tensor).to(self._device, non_blocking=True)
+        pinned = self._link.pinned(tensor.shape, tensor.dtype).copy_(tensor)
+        uploaded = torch.empty_like(tensor, device=self._device)
+        self._link.copy(uploaded, pinned)
+        return uploaded
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """See `StepIo.fetch`."""
-        copies = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]
-        fence = self._make_fence()
+        copies = [self._link.pinned(tensor.shape, tensor.dtype) for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            self._link.copy(copy, tensor)
+        fence = self._link.fence()
         fence.set()
 
         def wait() -> Sequence[Tensor]:

@@ -67,9 +67,12 @@ class StepLimits:
 
 def warm_up_plans(limits: StepLimits) -> Iterator[StepPlan]:
     """Steps that between them need every variant of every kernel."""
+    power = 0
     for requests in _powers(min(limits.num_requests, limits.num_rows)):
         yield limits.plan(requests, requests)
-        yield limits.plan(requests, min(2 * requests, limits.num_rows))
+        fewest = power + 1  # of the same variant, so that there is room for one of several rows
+        yield limits.plan(fewest, min(2 * fewest, limits.num_rows))
+        power = requests
     for rows in _powers(limits.num_rows):
         yield limits.plan(min(-(-rows // limits.longest), limits.num_requests), rows)
     for wish in WISHES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_model import BLOCK, adapter_memory, make_runner, random_adapter
 
+from graftwork_engine.sched.plan import StepPlan
 from graftwork_engine.warm_up import GREEDIEST, WISHES, StepLimits, warm_up, warm_up_plans
 
 LIMITS = [
@@ -26,11 +27,23 @@ def test_every_plan_keeps_the_limits(limits: StepLimits) -> None:
             assert (len(s.block_ids) - 1) * limits.block_size < s.num_tokens <= len(s.block_ids) * limits.block_size
 
 
-def test_every_power_of_rows_and_requests_is_there_with_prompts_and_without() -> None:
-    shapes = {(len(plan.scheduled), plan.num_tokens) for plan in warm_up_plans(StepLimits(2048, 256, 4096, 16))}
-    for power in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        assert {(power, power), (power, 2 * power), (1, power)} <= shapes
-    assert {(1, 512), (1, 1024), (1, 2048), (256, 2048)} <= shapes
+def variants(plan: StepPlan) -> tuple[int, int, bool]:
+    """The powers of two that its kernels are compiled for, and whether it has a prompt."""
+    rows, requests = (1 << (number - 1).bit_length() for number in (plan.num_tokens, len(plan.scheduled)))
+    return rows, requests, any(s.num_tokens > 1 for s in plan.scheduled)
+
+
+@pytest.mark.parametrize("limits", [*LIMITS, StepLimits(256, 256, 99, 16), StepLimits(300, 300, 9, 16), StepLimits(64, 48, 9, 16)])
+def test_no_step_has_a_variant_that_was_not_there(limits: StepLimits) -> None:
+    met = [variants(plan) for plan in warm_up_plans(limits)]
+    requests_with_prompts = {requests for _, requests, has_prompt in met if has_prompt}
+    for requests in range(1, min(limits.num_requests, limits.num_rows) + 1):
+        most = min(limits.num_rows, requests * limits.longest)
+        for rows in {requests, requests + 1, 2 * requests, most} & set(range(requests, most + 1)):
+            of_rows, of_requests, has_prompt = variants(limits.plan(requests, rows))
+            assert of_rows in {each for each, _, _ in met}
+            assert of_requests in {each for _, each, _ in met}
+            assert not has_prompt or of_requests in requests_with_prompts
 
 
 def test_every_wish_is_there() -> None:

@@ -1,4 +1,4 @@
-"""A device on the CPU: copies that happen late, and graphs that do again what torch and interpreted kernels were told to do.
+"""A device on the CPU: its memory apart, copies that may be late, graphs that do again what torch and interpreted kernels did.
 
 What a graph on a GPU bakes in, this one does too: the memory that operators read and write, and every number that Python gave them.
 What was decided in Python while it was captured stays decided.
@@ -6,7 +6,7 @@ What was decided in Python while it was captured stays decided.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,56 @@ class ImmediateFence:
     def wait(self) -> None: ...
 
 
+class ImmediateLink:
+    """To a device that is the CPU, whose operators run when they are called: so do its copies."""
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def copy(self, destination: Tensor, source: Tensor) -> None:
+        destination.copy_(source)
+
+    def fence(self) -> ImmediateFence:
+        return ImmediateFence()
+
+
+class LateLink:
+    """To a device that copies as late as it may: when somebody waits for it. Pinned memory holds garbage until then."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.num_done = 0
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.full(tuple(shape), 77, dtype=dtype)
+
+    def copy(self, destination: Tensor, source: Tensor) -> None:
+        self.waiting.append((destination, source))
+
+    def fence(self) -> LateFence:
+        return LateFence(self)
+
+    def run(self, number: int) -> None:
+        """Do what it was told up to that copy, counted from the first of all."""
+        while self.num_done < number:
+            destination, source = self.waiting.pop(0)
+            destination.copy_(source)
+            self.num_done += 1
+
+
+class LateFence:
+    def __init__(self, link: LateLink) -> None:
+        self._link, self._number = link, 0
+
+    def set(self) -> None:
+        self._number = self._link.num_done + len(self._link.waiting)
+
+    def wait(self) -> None:
+        self._link.run(self._number)
+
+
 def mirror_io(num_bytes: int) -> MirrorIo:
-    return MirrorIo(num_bytes, torch.device("cpu"), Tensor.clone, ImmediateFence)
+    return MirrorIo(num_bytes, torch.device("cpu"), ImmediateLink())
 
 
 class _Recorder(TorchDispatchMode):

@@ -54,7 +54,8 @@ class SchedulerLimits:
 class Scheduler:
     """Owns every unfinished request. Call `schedule`, run the plan, call `update`; `add` and `abort` in between.
 
-    All of a step's progress is booked in `update`: a plan whose execution failed may simply be scheduled again.
+    All of a step's progress is booked in `update`: a plan whose execution failed may simply be scheduled again, unless it was told
+    that it was launched.
     """
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, gate: AdapterGate, clock: Callable[[], float]) -> None:
@@ -149,9 +150,11 @@ class Scheduler:
         drawn_for: list[str] = []  # the flow of each token
         for scheduled, result in zip(plan.scheduled, results, strict=True):
             request, num_tokens = scheduled.request, scheduled.num_tokens
-            if request.status is not RUNNING or request.block_ids is not scheduled.block_ids:
-                continue  # aborted or preempted while the step ran
+            if request.status is not RUNNING:
+                continue  # aborted while the step ran
             if request.num_ahead:
+                if request.block_ids is not scheduled.block_ids:
+                    continue  # preempted while the step ran, and running again
                 request.num_ahead -= num_tokens
                 request.num_drawing -= scheduled.samples
             if not isinstance(result, int) and result.failure is not None:
@@ -211,15 +214,16 @@ class Scheduler:
         budget, position, running, block_size = self._limits.max_num_batched_tokens, 0, self._running, self._kv.block_size
         while position < len(running) and budget > 0:
             request = running[position]
-            num_drawing, block_ids = request.num_drawing, request.block_ids
-            start, num_output = request.num_computed_tokens + request.num_ahead, len(request.output_ids) + num_drawing
-            num_left, samples = len(request.prompt_ids) + num_output - start, num_output < request.sampling.max_tokens
-            if not num_left or (num_drawing and not samples):  # its last step is launched already
-                position += 1
-                continue
-            if num_left == 1:  # as in most steps of most requests
-                dealt = ScheduledRequest(request, start, 1, block_ids, request.adapter_index, samples, bool(num_drawing))
-                end = start + 1
+            start, num_output, block_ids = request.num_computed_tokens, len(request.output_ids), request.block_ids
+            follows = False
+            if request.num_ahead:
+                start, num_output, follows = start + request.num_ahead, num_output + request.num_drawing, request.num_drawing > 0
+                if start == len(request.prompt_ids) + num_output or (follows and num_output == request.sampling.max_tokens):
+                    position += 1
+                    continue  # its last step is launched already
+            if start + 1 == len(request.prompt_ids) + num_output:  # as in most steps of most requests
+                samples = num_output < request.sampling.max_tokens
+                dealt, end = ScheduledRequest(request, start, 1, block_ids, request.adapter_index, samples, follows), start + 1
             else:
                 dealt = self._deal(request, budget)
                 end = start + dealt.num_tokens
