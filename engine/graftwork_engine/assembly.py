@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -150,17 +151,19 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     ops = kernels.operators()
 
     started = time.monotonic()
-    model = build_model(model_config, max_model_len, place)
-    load_weights(model, model_dir)
-    _prepare(model, kernels, ops)
+    with _fitting("the base model", place.device, "choose a smaller base, or a device with more memory"):
+        model = build_model(model_config, max_model_len, place)
+        load_weights(model, model_dir)
+        _prepare(model, kernels, ops)
     logger.info("%s: %s in %s, loaded in %.1f s", spec.name, spec.architecture, config.dtype, time.monotonic() - started)
 
     waker = _Waker()
-    pool = _adapter_pool(config, spec, place.device)
+    pool = _adapter_pool(config, spec, device)
     residency = None if pool is None else _residency(config, spec, pool, waker)
     gate: AdapterGate = NoAdapters() if residency is None else residency
     memory = empty_adapter_memory(model_config.num_sites, place.device) if residency is None else AdapterMemory(*residency.memory)
-    reserved = device.peak_bytes(lambda: _largest_step(model, memory, ops, device, steps))
+    with _fitting("what the largest step takes for a time", place.device, "lower max_num_batched_tokens or max_num_seqs"):
+        reserved = device.peak_bytes(lambda: _largest_step(model, memory, ops, device, steps))
     kv = _kv_cache(config, model, steps, reserved)
     room = None if pool is None else adapter_room(pool, spec, config.dtype)
     logger.info("%s", what_fits(kv, max_model_len, room, _left_free(kv, place.device), reserved))
@@ -173,7 +176,8 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     )
     blocks = KVCacheManager(kv.num_blocks, kv.block_size, spec.base_id, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(limits, blocks, gate, clock)
-    runner = _runner(model, kv, memory, kernels, device, replace(steps, longest=scheduler.max_request_tokens))
+    with _fitting("what steps take beside the KV memory", place.device, "lower kv_memory_fraction or max_num_seqs"):
+        runner = _runner(model, kv, memory, kernels, device, replace(steps, longest=scheduler.max_request_tokens))
     return EngineAssembly(
         core=AheadCore(scheduler, runner, gate) if device.is_ahead else EngineCore(scheduler, runner, gate),
         base_id=spec.base_id,
@@ -182,6 +186,15 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
         residency=residency,
         _waker=waker,
     )
+
+
+@contextmanager
+def _fitting(what: str, place: torch.device, remedy: str) -> Iterator[None]:
+    """Turns memory that is not there into a `ConfigError` that says what makes room: to start again would not."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{what} does not fit: {free_memory(place)} bytes are free on {place}; {remedy}") from error
 
 
 def _largest_step(model: Llama, memory: AdapterMemory, ops: Operators, device: Device, steps: StepLimits) -> None:
@@ -208,7 +221,8 @@ def _runner(model: Llama, kv: KvCache, memory: AdapterMemory, kernels: Kernels, 
     )
     if device.compiles:
         number = warm_up(runner, steps)
-        logger.info("warm after %d steps, in %.1f s", number, time.monotonic() - started)
+        left = (_left_free(kv, device.place) or 0) >> 20
+        logger.info("warm after %d steps, in %.1f s; %d MiB are left free", number, time.monotonic() - started, left)
     return runner
 
 
@@ -237,29 +251,31 @@ def _base_spec(config: EngineConfig, model_dir: Path) -> BaseSpec:
         raise UnsupportedModel(str(error)) from error
 
 
-def _adapter_pool(config: EngineConfig, spec: BaseSpec, device: torch.device) -> DevicePool | None:
+def _adapter_pool(config: EngineConfig, spec: BaseSpec, device: Device) -> DevicePool | None:
     """Adapter memory; None without a store."""
     if config.store is None:
         return None
-    longest_row = longest_row_bytes(spec, config.dtype)
+    longest_row, place = longest_row_bytes(spec, config.dtype), device.place
+    fraction = device.adapter_fraction if config.adapter_memory_fraction is None else config.adapter_memory_fraction
+    num_bytes = max(config.adapter_memory_bytes, int(fraction * free_memory(place)) if fraction else 0)
     try:
         pool = DevicePool(
-            config.adapter_memory_bytes,
+            num_bytes,
             len(spec.sites),
             longest_row,
             page_bytes=config.adapter_page_bytes,
             max_rank=config.max_adapter_rank,
             widths=[(site.in_features, site.out_features) for site in spec.sites],
-            device=device,
+            device=place,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"adapter memory of {config.adapter_memory_bytes} bytes does not fit beside the weights: {free_memory(device)} bytes "
-            f"are free on {device}; lower adapter_memory_bytes"
+            f"adapter memory of {num_bytes} bytes does not fit beside the weights: {free_memory(place)} bytes are free on {place}; "
+            "lower adapter_memory_bytes"
         ) from error
     if not pool.capacity_bytes:
         raise ConfigError(
-            f"adapter memory of {config.adapter_memory_bytes} bytes holds no page: one page takes {pool.page_bytes} bytes, and the "
+            f"adapter memory of {num_bytes} bytes holds no page: one page takes {pool.page_bytes} bytes, and the "
             f"longest row of an adapter {longest_row}; raise adapter_memory_bytes"
         )
     return pool

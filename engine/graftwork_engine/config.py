@@ -69,8 +69,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """For KV blocks; overrides the fraction."""
 
     adapter_memory_bytes: int = 256 * MIB
-    """Device pool that adapters of running requests lie in. Uploads that it could never hold are refused before an engine runs, so
-    it is a size and not a share of what an engine finds free; the engine's log says at start how many adapters it holds."""
+    """Device pool that adapters of running requests lie in, at least: uploads are held to it before any engine runs."""
+
+    adapter_memory_fraction: float | None = None
+    """Of the memory that is free once the weights are loaded, for the same pool, where that is more. None: 0.1 on a GPU, 0 on the
+    CPU, which is shared."""
 
     adapter_page_bytes: int = 256 * 1024
     """Page of that pool. A row lies within one page, so it bounds the row; small pages waste less at an adapter's end."""
@@ -110,6 +113,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"model_dir: {self.model_dir} has no config.json; name a folder in Hugging Face's format")
         if self.kv_memory_fraction is not None and not 0 < self.kv_memory_fraction <= 0.95:
             raise ConfigError(f"kv_memory_fraction is {self.kv_memory_fraction}; choose a number above 0 and up to 0.95")
+        if self.adapter_memory_fraction is not None and not 0 <= self.adapter_memory_fraction <= 0.9:
+            raise ConfigError(f"adapter_memory_fraction is {self.adapter_memory_fraction}; choose a number from 0 to 0.9")
         if self.adapter_page_bytes % ROW_ALIGNMENT:
             raise ConfigError(f"adapter_page_bytes is {self.adapter_page_bytes}; choose a multiple of {ROW_ALIGNMENT}")
         if self.adapter_memory_bytes < self.adapter_page_bytes:

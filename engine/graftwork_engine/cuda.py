@@ -74,6 +74,7 @@ class Gpu:
     is_ahead = True
     compiles = True
     usual_rows, usual_requests = 2048, 256
+    adapter_fraction = 0.1
 
     def __init__(self, place: torch.device, *, use_graphs: bool) -> None:
         self.place = place

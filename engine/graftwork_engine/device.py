@@ -27,6 +27,8 @@ class Device(Protocol):
     compiles: bool
     usual_rows: int
     usual_requests: int
+    adapter_fraction: float
+    """Of what is free once the weights are there, for adapters, unless the configuration says otherwise."""
 
     def step_io(self, num_bytes: int) -> StepIo:
         """The way to it and back, for arrays of so many bytes."""
@@ -48,6 +50,7 @@ class Host:
     is_ahead = False
     compiles = False
     usual_rows, usual_requests = 256, 64
+    adapter_fraction = 0.0
 
     def step_io(self, num_bytes: int) -> StepIo:  # noqa: ARG002 - the protocol's
         """See `Device`, here and below."""

@@ -103,7 +103,7 @@ class RequestTable:
         if not len(growing):
             return growing
         first, due, width = written[growing], needed[growing], self.block_table.shape[1]
-        places = growing * width + first
+        places: npt.NDArray[np.int64] = growing * width + first
         if (due - first == 1).all():  # most of all
             lists = self._block_lists
             self.block_table.reshape(-1)[places] = [

@@ -149,6 +149,7 @@ class TwinDevice:
     is_ahead = True
     compiles = True
     usual_rows, usual_requests = 256, 64
+    adapter_fraction = 0.0
 
     def __init__(self) -> None:
         self.num_measured = 0

@@ -152,6 +152,7 @@ def serve(
             "device": device,
             "use_graphs": graphs,
             "adapter_memory_bytes": adapter_memory,
+            "adapter_memory_fraction": None if adapter_memory is None else 0.0,  # as much as was said, and no more
             "adapter_host_bytes": adapter_host_memory,
             "adapter_page_bytes": adapter_page,
             "kv_memory_bytes": kv_memory,
