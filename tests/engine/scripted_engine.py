@@ -59,6 +59,7 @@ class ScriptedRunner:
         self._gate = gate
         self._block_size = block_size
         self._memory: dict[int, bytes] = {}
+        self._launched = StepPlan([])
         self.plans: list[StepPlan] = []
         self.fail_next = False
 
@@ -80,6 +81,17 @@ class ScriptedRunner:
 
     def launch(self, plan: StepPlan) -> Callable[[], list[RequestResult | int]]:
         """As a device does it: at some time after the next plan was made, and in order, since each is waited for in order."""
+        before, self._launched = self._launched, plan
+        for s in plan.scheduled:
+            self._check_adapter(s)
+            if s.follows:  # its token is one that the step before draws
+                (drawing,) = [other for other in before.scheduled if other.block_ids is s.block_ids]
+                assert drawing.samples
+                assert drawing.start + drawing.num_tokens == s.start == s.request.num_tokens
+                assert s.num_tokens == 1
+                assert not s.request.needs_history
+            else:
+                assert s.start + s.num_tokens <= s.request.num_tokens
         return partial(self.execute, plan)
 
     def _slot(self, s: ScheduledRequest, position: int) -> int:
@@ -92,10 +104,15 @@ class ScriptedRunner:
         if request.status is RequestStatus.RUNNING and request.block_ids is s.block_ids:  # it has not gone since it was launched
             assert s.start == request.num_computed_tokens
             assert s.samples == (end == request.num_tokens and request.num_output_tokens < request.sampling.max_tokens)
-        if request.adapter_key is None:
+        self._check_adapter(s)
+
+    def _check_adapter(self, s: ScheduledRequest) -> None:
+        key = s.request.adapter_key
+        if key is None:
             assert s.adapter_index == BASE
         else:
-            assert self._gate.resident[request.adapter_key] == s.adapter_index, "the adapter is not where the plan says"
+            assert self._gate.resident[key] == s.adapter_index, "the adapter is not where the plan says"
+            assert self._gate.references[key] > 0, "nobody holds the adapter there"
 
     def _result(self, s: ScheduledRequest) -> RequestResult | int:
         request, end = s.request, s.start + s.num_tokens
@@ -235,6 +252,7 @@ class Bench:
         stop: tuple[int, ...] = (),
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        repetition_penalty: float = 1.0,
         seed: int = 7,
         choice: int = 0,
     ) -> Request:
@@ -244,7 +262,15 @@ class Bench:
         request = Request(
             request_id=RequestId(name),
             prompt_ids=prompt,
-            sampling=Sampling(max_tokens, seed, choice, stop_token_ids=stop, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+            sampling=Sampling(
+                max_tokens,
+                seed,
+                choice,
+                stop_token_ids=stop,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                repetition_penalty=repetition_penalty,
+            ),
             cache_salt=flow.encode(),
             flow=flow,
             arrival=self.now,

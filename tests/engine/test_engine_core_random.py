@@ -71,6 +71,7 @@ class CoreMachine(RuleBasedStateMachine):
         wants_prompt=st.booleans(),
         time_limit=st.sampled_from([None, None, 3.0]),
         stops=st.booleans(),
+        is_penalised=st.booleans(),
     )
     def add(
         self,
@@ -84,6 +85,7 @@ class CoreMachine(RuleBasedStateMachine):
         wants_prompt: bool,
         time_limit: float | None,
         stops: bool,
+        is_penalised: bool,
     ) -> None:
         max_tokens = min(max_tokens, self.capacity - 1)
         length = data.draw(st.integers(1, min(8, self.capacity - max_tokens)))
@@ -98,6 +100,7 @@ class CoreMachine(RuleBasedStateMachine):
                 "flow": flow,
                 "stop": stop,
                 "choice": choice,
+                "repetition_penalty": 1.2 if is_penalised else 1.0,
             }
             solo = solo_output(Bench(num_blocks=99).add(name, list(prompt), max_tokens, **what))
             self.bench.add(
