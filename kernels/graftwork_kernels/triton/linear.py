@@ -176,9 +176,10 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtyp
     if not x.is_cuda:
         return reference.linear(x, weight, bias, out_dtype)
     matrix = weight.matrix
-    if out_dtype == x.dtype:
-        return functional.linear(x, matrix, None if bias is None else bias.to(x.dtype))
-    product = torch.mm(x, matrix.t(), out_dtype=torch.float32)
+    if out_dtype == x.dtype and bias is None:
+        return functional.linear(x, matrix)
+    is_narrow = x.dtype != torch.float32
+    product = torch.mm(x, matrix.t(), out_dtype=torch.float32) if is_narrow else functional.linear(x, matrix)
     if bias is not None:
         product += bias
     return product.to(out_dtype)
