@@ -1,7 +1,7 @@
 """The adapter linear of the Triton kernels, interpreted, against a dense W + BA for each row; all that is no adapter's row is NaN.
 
-Each case draws one value of every factor below; a set of cases in which every pair of values meets is run, and with
-`--hypothesis-profile=full` ten times as many, drawn at random.
+Each case has one value of every factor below; a set of cases in which every pair of values meets is run, and with
+`--hypothesis-profile=full` the whole matrix of those that decide how rows are shared out, the others drawn.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import chain, combinations, product
 
 import pytest
 import torch
@@ -40,8 +40,11 @@ FACTORS: Mapping[str, tuple[object, ...]] = {
     "has_bias": (False, True),
     "own_vectors": ("none", "scale", "bias"),
 }
-MOST_ADAPTERS = 12
-"""Of the distinct ones too: the rest of 133 rows come again."""
+MATRIX = ("num_rows", "popularity", "rank", "form", "base_share")
+"""Every value of which meets every other in the full matrix."""
+
+MOST_ADAPTERS = 20
+"""Of the distinct ones too: the rest of 133 rows come again. More than rows of a tile, and than a power of two."""
 
 Case = Mapping[str, object]
 
@@ -75,9 +78,10 @@ def work(case: Case) -> int:
     return math.prod(int(str(case[name])) for name in ("num_rows", "rank", "num_in"))
 
 
-def random_cases(number: int) -> list[Case]:
-    draw = random.Random()
-    return [{name: draw.choice(values) for name, values in FACTORS.items()} for _ in range(number)]
+def matrix_cases() -> Iterator[Case]:
+    draw = random.Random(0)
+    for values in product(*(FACTORS[name] for name in MATRIX)):
+        yield {name: draw.choice(values) for name, values in FACTORS.items()} | dict(zip(MATRIX, values, strict=True))
 
 
 def is_full() -> bool:
@@ -117,8 +121,7 @@ def poisoned_rows(x: Tensor) -> Tensor:
 
 
 def cases() -> Iterator[Case]:
-    chosen = covering_cases()
-    return iter(chosen + random_cases(9 * len(chosen)) if is_full() else chosen)
+    return chain(covering_cases(), matrix_cases() if is_full() else ())
 
 
 def dense(x, weight, bias, sites, adapters) -> Tensor:
