@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -66,11 +67,12 @@ class ModelRunner:
         hidden = self._forward(batch)[: batch.num_rows]
         drawn = self._draw(hidden, batch)
         scored = self._score_prompts(hidden, batch, plan) if batch.num_scored else None
-        # A normed row that is finite has a finite sum.
-        tensors = [hidden.sum(-1, dtype=torch.float32)]
+        # A normed row that is finite has a finite sum. One sum over all rows costs less, and tells of a step in which all is well;
+        # but then the rows must still be there when it does not.
+        tensors = [_row_sums(hidden) if self._io.is_late else hidden.sum()]
         tensors += [] if drawn is None else drawn.tensors
         tensors += [] if scored is None else scored.tensors
-        return partial(_read, plan, self._io.fetch(tensors), drawn, scored, batch.num_scored)
+        return partial(_read, plan, hidden, self._io.fetch(tensors), drawn, scored, batch.num_scored)
 
     def _draw(self, hidden: Tensor, batch: StepBatch) -> DrawnRows | None:
         """A token from the last row of each request that draws one."""
@@ -95,6 +97,7 @@ class ModelRunner:
 
 def _read(
     plan: StepPlan,
+    hidden: Tensor,
     fetched: Callable[[], Sequence[Tensor]],
     drawn: DrawnRows | None,
     scored: ScoredRows | None,
@@ -102,7 +105,7 @@ def _read(
 ) -> Results:
     """What a step brought, once it is on the host."""
     tensors = iter(fetched())
-    failures = _failures(next(tensors), plan)
+    failures = _failures(next(tensors), hidden, plan)
     draws = Draws([], {}, {}) if drawn is None else drawn.read(tensors)
     scores: dict[int, list[TokenLogprob | None]] = {}
     if scored is not None:
@@ -113,11 +116,20 @@ def _read(
     return _results(plan, draws, scores, failures)
 
 
-def _failures(row_sums: Tensor, plan: StepPlan) -> dict[int, EngineError]:
+def _row_sums(hidden: Tensor) -> Tensor:
+    """fp32 [T]."""
+    return hidden.sum(-1, dtype=torch.float32)
+
+
+def _failures(sums: Tensor, hidden: Tensor, plan: StepPlan) -> dict[int, EngineError]:
     """The requests with a row that is not finite, by place in the plan. Asked of chunks that draw nothing too: their blocks are
-    shared next.
+    shared next. ``sums``: of each row, or one of all of ``hidden``.
     """
-    is_finite = np.isfinite(row_sums.numpy())
+    if not sums.dim():
+        if math.isfinite(sums.item()):
+            return {}
+        sums = _row_sums(hidden)
+    is_finite = np.isfinite(sums.numpy())
     if is_finite.all():
         return {}
     starts = np.cumsum([0] + [s.num_tokens for s in plan.scheduled[:-1]])

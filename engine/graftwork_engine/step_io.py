@@ -17,7 +17,12 @@ ALIGNMENT = 64
 
 
 class StepIo(StepArrays, Protocol):
-    """The way to a device and back, in the order of its steps. No call waits for the device but what `fetch` returns."""
+    """The way to a device and back, in the order of its steps. No call waits for the device but what `fetch` returns.
+
+    ``is_late``: by the time that this waits, the next step's operators may have written over what they do not keep.
+    """
+
+    is_late: bool
 
     def send(self, last: Array) -> None:
         """Let operators see all that was written to arrays since the last time, up to the end of ``last``, which is a part of one;
@@ -40,6 +45,8 @@ class StepIo(StepArrays, Protocol):
 
 class HostIo(HostArrays):
     """`StepIo` of a CPU, whose operators have run when they return: everything is there already."""
+
+    is_late = False
 
     def send(self, last: Array) -> None:
         """See `StepIo.send`."""
@@ -90,6 +97,8 @@ class MirrorIo:
     What is sent is first copied into one of two pieces of pinned memory: so the arrays may be written for the next step while the
     device reads. Raises ValueError where ``num_bytes`` are too few for the arrays.
     """
+
+    is_late = True
 
     def __init__(self, num_bytes: int, device: torch.device, link: Link) -> None:
         self._device, self._link = device, link
