@@ -48,6 +48,9 @@ from graftwork_kernels.triton.operators import TritonOperators
 ARCHITECTURES = (80, 90, 100)
 META = torch.device("meta")
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 4096, 32, 8, 128, 14336, 128_256
+SMALL_HEADS, SMALL_KV_HEADS, SMALL_HEAD_DIM = 9, 3, 64
+"""Of SmolLM2 135M: half as wide, and a group that is no power of two."""
+
 ROWS, ADAPTERS, MAX_RANK, NUM_SITES, BLOCK_SIZE = 64, 64, 64, 224, 16
 MAX_CONTEXT = 8192
 
@@ -131,16 +134,20 @@ def cases(architecture: int) -> dict[str, Callable[[], object]]:
     )
     cache = empty(256, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     q, k = empty(ROWS, HEADS, HEAD_DIM), empty(ROWS, KV_HEADS, HEAD_DIM)
+    small_q, small_cache = empty(ROWS, SMALL_HEADS, SMALL_HEAD_DIM), empty(256, SMALL_KV_HEADS, BLOCK_SIZE, SMALL_HEAD_DIM)
     cos_sin, wide = empty(MAX_CONTEXT, HEAD_DIM, dtype=torch.float32), empty(ROWS, HIDDEN, dtype=torch.float32)
     logits, entries = empty(ROWS, VOCABULARY, dtype=torch.float32), empty(ROWS + 1, dtype=torch.int32)
     fp32, int32, int64 = (empty(ROWS, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int64))
     return {
         "qkv": lambda: adapter_linear(two, HIDDEN, qkv, torch.bfloat16, False),
+        "qkv with bias": lambda: adapter_linear(two, HIDDEN, qkv, torch.bfloat16, True),
         "down": lambda: adapter_linear(two, INTERMEDIATE, down, torch.bfloat16, False),
         "down in fp32": lambda: adapter_linear(two, INTERMEDIATE, down, torch.float32, False),
         "qkv fused": lambda: adapter_linear(fused, HIDDEN, qkv, torch.bfloat16, True),
+        "down fused": lambda: adapter_linear(fused, INTERMEDIATE, down, torch.bfloat16, False),
         "attention": lambda: two.paged_attention(q, cache, cache, requests, 1.0),
         "attention in fp32": lambda: two.paged_attention(q.float(), cache.float(), cache.float(), requests, 1.0),
+        "attention of small heads": lambda: two.paged_attention(small_q, small_cache, small_cache, requests, 1.0),
         "norm": lambda: two.rms_norm(q, empty(HEAD_DIM), 1e-5),
         "residual and norm": lambda: two.add_rms_norm(empty(ROWS, HIDDEN), wide, empty(HIDDEN), 1e-5),
         "rotary": lambda: two.rotary_and_write_kv(q, k, k, int64, cos_sin, cache, cache, int64),

@@ -1,6 +1,7 @@
 """Measures the operators one by one, beside the reference and beside torch, and the whole step beside its linears.
 
-    kernels.py --base DIR [--only linear,adapters,attention,small,step] [--budget SECONDS] [--threads N] [--out FILE] [--json]
+    kernels.py --base DIR [--only linear,adapters,rows,dora,attention,small,step] [--budget SECONDS] [--threads N] [--out FILE]
+        [--json]
 
 Each case states what it must read and compute; its floor is the time that takes at the machine's rates, measured in the same run.
 The candidates of a case run in turn, round after round; a time is the best round's, a ratio the median over rounds.
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,23 +22,24 @@ from graftwork_engine.errors import UnsupportedModel
 from graftwork_engine.model.config import ModelConfig
 from graftwork_kernels import reference
 from graftwork_kernels.cpu.build import KernelsUnavailable, default_cache_dir
-from graftwork_kernels.cpu.issue import Immediate
+from graftwork_kernels.cpu.issue import Immediate, Issuer
 from graftwork_kernels.cpu.library import open_library
 from graftwork_kernels.cpu.operators import CpuOperators
 from graftwork_kernels.ops import Operators
 from operator_cases import Shapes, adapter_cases, attention_cases, linear_cases, small_cases
 from results import BenchmarkFailed, Claim, Part, Results
+from row_cases import row_cases, scale_cases
 from runs import add_base, add_output, check_base, conclude
 from timing import Case, Timed, run_case
 from whole_step import step_claims
 
-GROUPS = ("linear", "adapters", "attention", "small", "step")
+GROUPS = ("linear", "adapters", "rows", "dora", "attention", "small", "step")
 MOST_THREADS = 1024
 
 
-def implementations(cache_dir: Path) -> dict[str, Operators]:
-    """Both of this machine, by name; ours is "cpu". Raises `KernelsUnavailable` where ours cannot be compiled."""
-    return {"reference": Operators(reference), "cpu": Operators(CpuOperators(Immediate(open_library(cache_dir))))}
+def implementations(issuer: Issuer) -> dict[str, Operators]:
+    """Both of this machine, by name; ours is "cpu"."""
+    return {"reference": Operators(reference), "cpu": Operators(CpuOperators(issuer))}
 
 
 def measure(options: argparse.Namespace, results: Results) -> None:
@@ -45,12 +48,20 @@ def measure(options: argparse.Namespace, results: Results) -> None:
         torch.set_num_threads(options.threads)
     try:
         shapes = Shapes.of(ModelConfig.from_dir(options.base))
-        ops = implementations(options.cache_dir)
+        issuer = Immediate(open_library(options.cache_dir))
+        ops = implementations(issuer)
     except (KernelsUnavailable, UnsupportedModel) as error:
         raise BenchmarkFailed(str(error)) from error
     print("measuring the machine", file=sys.stderr)
     floors = machine.measure(options.threads)
-    makers = {"linear": linear_cases, "adapters": adapter_cases, "attention": attention_cases, "small": small_cases}
+    makers: dict[str, Callable[[Shapes, Mapping[str, Operators]], Iterator[Case]]] = {
+        "linear": linear_cases,
+        "adapters": adapter_cases,
+        "rows": partial(row_cases, issuer=issuer),
+        "dora": scale_cases,
+        "attention": attention_cases,
+        "small": small_cases,
+    }
     with torch.inference_mode():
         for group in options.only:
             part = Part(group, floors.as_json(), {"budget": options.budget, "threads": torch.get_num_threads()})

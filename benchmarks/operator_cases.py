@@ -6,7 +6,7 @@ A case covers all layers of a step, each with memory of its own, so that it read
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from graftwork_kernels.adapter_batch import build_adapter_batch
 from graftwork_kernels.layout import (
     NUM_SITE_FIELDS,
     ROW_ALIGNMENT,
+    AdapterBatch,
     AdapterMemory,
     AttentionBatch,
     LinearSite,
@@ -28,6 +29,7 @@ from graftwork_kernels.layout import (
     empty_adapter_memory,
 )
 from graftwork_kernels.ops import Operators
+from graftwork_kernels.row_codec import row_bytes
 from timing import AddedBar, Bar, Case, RatioBar
 
 BATCHES = (1, 4, 8, 32, 64)
@@ -41,6 +43,9 @@ ELEMENT = 2
 """Bytes of a bf16."""
 
 All = Mapping[str, Operators]
+
+AdapterLinear = Callable[[Tensor, Weight, None, AdapterMemory, AdapterBatch, tuple[LinearSite, ...]], Tensor]
+"""`Operators.adapter_linear`, without a bias."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,12 @@ class Shapes:
 
 def linear_cases(shapes: Shapes, ops: All, batches: Sequence[int] = BATCHES) -> Iterator[Case]:
     """All linears of a decode step, the head among them."""
-    weights = _weights(shapes, head=True)
+    weights = weights_of(shapes, head=True)
     wide = [weight.float() for weight in weights]
     ready = {name: [one.prepare_weight(weight.clone()) for weight in weights] for name, one in ops.items()}
     elements = sum(weight.numel() for weight in weights)
     for batch in batches:
-        x = {weight.shape[1]: _randn(batch, weight.shape[1]) for weight in weights}
+        x = {weight.shape[1]: random_rows(batch, weight.shape[1]) for weight in weights}
         x_wide = {size: rows.float() for size, rows in x.items()}
         candidates: dict[str, Callable[[], object]] = {name: partial(_linears, one, x, ready[name]) for name, one in ops.items()}
         candidates["torch bf16"] = partial(_torch_linears, x, weights)
@@ -105,16 +110,16 @@ def linear_cases(shapes: Shapes, ops: All, batches: Sequence[int] = BATCHES) -> 
 
 def adapter_cases(shapes: Shapes, ops: All) -> Iterator[Case]:
     """The layers' linears with adapters: 1, 8 and 32 of one rank over 32 rows, then mixed ranks and one rank of as many bytes."""
-    plain = _weights(shapes, head=False)
+    plain = weights_of(shapes, head=False)
     ready = {name: [one.prepare_weight(weight.clone()) for weight in plain] for name, one in ops.items()}
-    x = {packed.in_features: _randn(ROWS, packed.in_features) for packed in shapes.packed}
+    x = {packed.in_features: random_rows(ROWS, packed.in_features) for packed in shapes.packed}
     ours, own = ops["cpu"], ready["cpu"]
-    none = _adapter_run(ours, own, x, shapes, empty_adapter_memory(shapes.layers * _sites(shapes)), [-1] * ROWS)
+    none = adapter_linears(ours.adapter_linear, own, x, shapes, empty_adapter_memory(shapes.layers * sites_of(shapes)), [-1] * ROWS)
     base_bytes = ELEMENT * shapes.layer_weights
     even = adapter_memory(shapes, [RANK] * ROWS)
     for count in (1, 8, 32):
         rows = [row % count for row in range(ROWS)]
-        runs = {name: _adapter_run(one, ready[name], x, shapes, even, rows) for name, one in ops.items()}
+        runs = {name: adapter_linears(one.adapter_linear, ready[name], x, shapes, even, rows) for name, one in ops.items()}
         added = float(ELEMENT * count * RANK * shapes.adapter_width)
         bar: Bar = AddedBar("cpu", "base rows", added, 1.6, 2.0)
         name = f"linears with {count} adapters of rank {RANK}, batch {ROWS}"
@@ -124,8 +129,8 @@ def adapter_cases(shapes: Shapes, ops: All) -> Iterator[Case]:
     mixed = adapter_memory(shapes, [MIXED_RANKS[i % len(MIXED_RANKS)] for i in rows])
     one_rank = adapter_memory(shapes, [EVEN_RANK] * ROWS)
     candidates = {
-        "cpu": _adapter_run(ours, own, x, shapes, mixed, rows),
-        "one rank": _adapter_run(ours, own, x, shapes, one_rank, rows),
+        "cpu": adapter_linears(ours.adapter_linear, own, x, shapes, mixed, rows),
+        "one rank": adapter_linears(ours.adapter_linear, own, x, shapes, one_rank, rows),
         "base rows": none,
     }
     ratios = (
@@ -144,8 +149,8 @@ def attention_cases(shapes: Shapes, ops: All) -> Iterator[Case]:
         (f"attention, prompt of {PROMPT}", 1, PROMPT, PROMPT),
     ):
         blocks = requests * context // BLOCK
-        caches = [_randn(2, blocks, shapes.kv_heads, BLOCK, shapes.head_dim) for _ in range(shapes.layers)]
-        q = _randn(requests * rows, shapes.heads, shapes.head_dim)
+        caches = [random_rows(2, blocks, shapes.kv_heads, BLOCK, shapes.head_dim) for _ in range(shapes.layers)]
+        q = random_rows(requests * rows, shapes.heads, shapes.head_dim)
         batch = attention_batch(requests, rows, context)
         candidates: dict[str, Callable[[], object]] = {
             which: partial(_attention, one, q, caches, batch) for which, one in ops.items()
@@ -160,11 +165,11 @@ def attention_cases(shapes: Shapes, ops: All) -> Iterator[Case]:
 
 def small_cases(shapes: Shapes, ops: All) -> Iterator[Case]:
     """What costs a step little: norms, activations and rotary positions of all layers, and drawing tokens."""
-    hidden, gate_up = _randn(ROWS, shapes.hidden), _randn(ROWS, 2 * shapes.inner)
-    residual, weight = torch.randn(ROWS, shapes.hidden), _randn(shapes.hidden)
-    heads = [_randn(ROWS, count, shapes.head_dim) for count in (shapes.heads, shapes.kv_heads, shapes.kv_heads)]
+    hidden, gate_up = random_rows(ROWS, shapes.hidden), random_rows(ROWS, 2 * shapes.inner)
+    residual, weight = torch.randn(ROWS, shapes.hidden), random_rows(shapes.hidden)
+    heads = [random_rows(ROWS, count, shapes.head_dim) for count in (shapes.heads, shapes.kv_heads, shapes.kv_heads)]
     positions, table = torch.full((ROWS,), CONTEXT - 1), torch.randn(CONTEXT, shapes.head_dim)
-    caches = _randn(2, ROWS, shapes.kv_heads, BLOCK, shapes.head_dim)
+    caches = random_rows(2, ROWS, shapes.kv_heads, BLOCK, shapes.head_dim)
     slots, logits = torch.arange(ROWS) * BLOCK, torch.randn(ROWS, shapes.vocab)
     work: dict[str, Callable[[Operators], object]] = {
         "norms": lambda one: [one.add_rms_norm(hidden, residual, weight, 1e-5) for _ in range(2 * shapes.layers + 1)],
@@ -208,22 +213,47 @@ def sampling_batch(temperature: float) -> SamplingBatch:
     )
 
 
-def adapter_memory(shapes: Shapes, ranks: Sequence[int]) -> AdapterMemory:
-    """Random bf16 adapters on all projections, one for each rank, their rows one after the other."""
+def adapter_memory(
+    shapes: Shapes, ranks: Sequence[int], row_type: RowType = RowType.BF16, scaled: Collection[int] = ()
+) -> AdapterMemory:
+    """Random adapters on all projections, one for each rank, their rows of ``row_type`` one after the other; those ``scaled`` have
+    an output scale at each, as DoRA does.
+    """
     widths = [(p.in_features, size) for _ in range(shapes.layers) for p in shapes.packed for size in p.sizes]
     sites = torch.full((len(ranks), len(widths), NUM_SITE_FIELDS), -1, dtype=torch.int64)
     lengths: list[int] = []
+    vectors: list[tuple[int, int]] = []
     for adapter, rank in enumerate(ranks):
         for site, (num_in, num_out) in enumerate(widths):
             sites[adapter, site, SiteField.A_ROW] = len(lengths)
             sites[adapter, site, SiteField.B_ROW] = len(lengths) + rank
             sites[adapter, site, SiteField.RANK] = rank
-            sites[adapter, site, SiteField.ROW_TYPE] = RowType.BF16
-            lengths += [num_in] * rank + [num_out] * rank
-    taken = torch.tensor([-(-ELEMENT * length // ROW_ALIGNMENT) * ROW_ALIGNMENT for length in lengths])
+            sites[adapter, site, SiteField.ROW_TYPE] = row_type
+            lengths += [row_bytes(row_type, num_in)] * rank + [row_bytes(row_type, num_out)] * rank
+            if adapter in scaled:
+                sites[adapter, site, SiteField.SCALE_ROW] = len(lengths)
+                vectors.append((len(lengths), num_out))
+                lengths.append(row_bytes(RowType.FP32, num_out))
+    taken = torch.tensor([-(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT for length in lengths])
     ends = taken.cumsum(0)
-    values = torch.empty(int(ends[-1]) // ELEMENT, dtype=torch.bfloat16).normal_(0, 0.02)
-    return AdapterMemory(values.view(torch.uint8), ends - taken, sites)
+    offsets = ends - taken
+    pool = _random_pool(int(ends[-1]), offsets, row_type)
+    for row, num_out in vectors:
+        pool[offsets[row] :].view(torch.float32)[:num_out] = torch.rand(num_out) + 0.5
+    return AdapterMemory(pool, offsets, sites)
+
+
+def _random_pool(num_bytes: int, offsets: Tensor, row_type: RowType) -> Tensor:
+    """A pool of random elements; an 8-bit row's scale makes them as large as those of other types."""
+    if row_type is RowType.BF16:
+        return torch.empty(num_bytes // ELEMENT, dtype=torch.bfloat16).normal_(0, 0.02).view(torch.uint8)
+    if row_type is RowType.FP32:
+        return torch.empty(num_bytes // 4).normal_(0, 0.02).view(torch.uint8)
+    pool = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+    if row_type is RowType.E4M3:
+        pool[(pool & 0x7F) == 0x7F] = 0  # these are NaN
+    pool.view(torch.float32)[offsets // 4] = 0.02 / (73.0 if row_type is RowType.INT8 else 120.0)
+    return pool
 
 
 def _linears(ops: Operators, x: Mapping[int, Tensor], weights: Sequence[Weight]) -> None:
@@ -241,14 +271,20 @@ def _attention(ops: Operators, q: Tensor, caches: Sequence[Tensor], batch: Atten
         ops.paged_attention(q, cache[0], cache[1], batch, q.shape[-1] ** -0.5)
 
 
-def _sites(shapes: Shapes) -> int:
+def sites_of(shapes: Shapes) -> int:
+    """Projections of a layer."""
     return sum(len(packed.sizes) for packed in shapes.packed)
 
 
-def _adapter_run(
-    ops: Operators, weights: Sequence[Weight], x: Mapping[int, Tensor], shapes: Shapes, memory: AdapterMemory, rows: Sequence[int]
+def adapter_linears(
+    run: AdapterLinear,
+    weights: Sequence[Weight],
+    x: Mapping[int, Tensor],
+    shapes: Shapes,
+    memory: AdapterMemory,
+    rows: Sequence[int],
 ) -> Callable[[], object]:
-    """All layers' linears, row i with adapter ``rows[i]``."""
+    """All layers' linears by ``run``, row i with adapter ``rows[i]``."""
     batch = build_adapter_batch(rows)
     calls, number = [], 0
     for weight, packed in zip(weights, shapes.packed * shapes.layers, strict=True):
@@ -256,14 +292,16 @@ def _adapter_run(
         sites = tuple(LinearSite(number + i, start, size) for i, (start, size) in enumerate(zip(starts, packed.sizes, strict=True)))
         number += len(sites)
         calls.append((weight, x[packed.in_features], sites))
-    return lambda: [ops.adapter_linear(rows, weight, None, memory, batch, sites) for weight, rows, sites in calls]
+    return lambda: [run(rows, weight, None, memory, batch, sites) for weight, rows, sites in calls]
 
 
-def _weights(shapes: Shapes, *, head: bool) -> list[Tensor]:
+def weights_of(shapes: Shapes, *, head: bool) -> list[Tensor]:
+    """Of all layers' linears, at random."""
     layer = [(sum(packed.sizes), packed.in_features) for packed in shapes.packed]
     sizes = layer * shapes.layers + ([(shapes.vocab, shapes.hidden)] if head else [])
-    return [_randn(*size) / math.sqrt(size[1]) for size in sizes]
+    return [random_rows(*size) / math.sqrt(size[1]) for size in sizes]
 
 
-def _randn(*shape: int) -> Tensor:
+def random_rows(*shape: int) -> Tensor:
+    """bf16 ones."""
     return torch.empty(shape, dtype=torch.bfloat16).normal_()

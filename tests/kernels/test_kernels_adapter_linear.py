@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from graftwork_kernels.adapter_batch import build_adapter_batch
-from graftwork_kernels.layout import LinearSite, RowType, SiteField, empty_adapter_memory
+from graftwork_kernels.layout import (
+    NUM_SITE_FIELDS,
+    QUANTISED_ROW_HEAD,
+    AdapterMemory,
+    LinearSite,
+    RowType,
+    SiteField,
+    empty_adapter_memory,
+)
 
 pytestmark = pytest.mark.parametrize("ops", ["reference", "cpu", "foreign", "onednn", "triton", "fused"], indirect=True)
 
@@ -62,7 +70,7 @@ def test_every_rank_and_row_type(ops, memory_builder, rank, row_type):
 
 
 def mixed_builder(memory_builder):
-    """Six adapters over a packed linear: all sites, one site, other types and ranks, scales and biases with and without a delta."""
+    """Eight adapters over a packed linear: all sites, one, several types and ranks, scales and biases, some without a delta."""
     builder = memory_builder(5)
     for site, size, rank in ((1, 24, 8), (3, 8, 8), (0, 8, 8)):
         builder.add(0, site, rank=rank, size=(NUM_IN, size), row_type=RowType.BF16)
@@ -73,6 +81,10 @@ def mixed_builder(memory_builder):
     builder.add(4, 3, rank=0, size=(NUM_IN, 8), has_bias=True)
     builder.add(5, 1, rank=0, size=(NUM_IN, 24), has_scale=True)
     builder.add(5, 3, rank=1, size=(NUM_IN, 8), has_bias=True)
+    builder.add(6, 1, rank=9, size=(NUM_IN, 24), row_type=RowType.INT8, has_scale=True, has_bias=True)
+    builder.add(6, 0, rank=0, size=(NUM_IN, 8), has_scale=True, has_bias=True)
+    builder.add(7, 3, rank=11, size=(NUM_IN, 8), row_type=RowType.E4M3, has_bias=True)
+    builder.add(7, 0, rank=2, size=(NUM_IN, 8), row_type=RowType.INT8, has_scale=True)
     return builder
 
 
@@ -80,11 +92,40 @@ def mixed_builder(memory_builder):
 @pytest.mark.parametrize("scattered", [True, False])
 def test_mixed_batch_on_a_packed_linear(ops, memory_builder, has_bias, scattered):
     builder = mixed_builder(memory_builder)
-    adapters = [3, 0, -1, 2, 2, 5, 1, 0, -1, 4, 0, 2, 5]
+    adapters = [3, 0, -1, 2, 2, 5, 1, 7, 0, -1, 4, 6, 0, 2, 5, 7]
     x, weight = torch.randn(len(adapters), NUM_IN), torch.randn(NUM_OUT, NUM_IN)
     bias = torch.randn(NUM_OUT) if has_bias else None
     out = adapter_linear(ops, x, weight, bias, builder.build(scattered=scattered), build_adapter_batch(adapters), PACKED)
     assert_close(out, dense_linear(x, weight, bias, builder.dense, adapters, PACKED))
+
+
+@pytest.mark.parametrize("row_type", [RowType.INT8, RowType.E4M3])
+def test_every_code_of_an_8_bit_row(ops, row_type):
+    """Of a row of A and of one of B: -128 too, subnormals, both zeros, and NaN, which only the columns that hold it show."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    one = 1 if row_type is RowType.INT8 else 0x38
+    values = (codes.view(torch.int8) if row_type is RowType.INT8 else codes.view(torch.float8_e4m3fn)).float()
+    usable = torch.where(values.isnan(), torch.zeros_like(codes), codes)
+    lone = torch.zeros(256, dtype=torch.uint8)
+    lone[0] = one
+    site, nothing = (LinearSite(0, 0, 256),), ops.prepare_weight(torch.zeros(256, 256))
+    for a, b, expected in ((usable, lone, values.nan_to_num()), (lone, codes, values)):
+        memory = rows_of_rank_one(row_type, a, b)
+        x = torch.eye(256) if b is lone else torch.eye(256)[:1]
+        out = ops.adapter_linear(x, nothing, None, memory, build_adapter_batch([0] * x.shape[0]), site)
+        torch.testing.assert_close(out[:, 0] if b is lone else out[0], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def rows_of_rank_one(row_type: RowType, a: Tensor, b: Tensor) -> AdapterMemory:
+    """One adapter of which A and B have a row each, given by their codes; the scales are a half and 2."""
+    stride = 320
+    pool = torch.zeros(2 * stride, dtype=torch.uint8)
+    for row, (codes, scale) in enumerate(((a, 0.5), (b, 2.0))):
+        pool[row * stride : row * stride + 4] = torch.tensor([scale]).view(torch.uint8)
+        pool[row * stride + QUANTISED_ROW_HEAD : row * stride + QUANTISED_ROW_HEAD + codes.numel()] = codes
+    record = torch.full((1, 1, NUM_SITE_FIELDS), -1, dtype=torch.int64)
+    record[0, 0, :4] = torch.tensor([0, 1, 1, row_type])
+    return AdapterMemory(pool, torch.tensor([0, stride]), record)
 
 
 def test_sites_that_leave_columns_uncovered(ops, memory_builder):
@@ -102,8 +143,8 @@ def test_half_types_round_once(ops, memory_builder, dtype):
     product was rounded before.
     """
     builder = mixed_builder(memory_builder)
-    adapters = [0, 1, 2, 3, 4, 5, -1]
-    x, weight, bias = torch.randn(7, NUM_IN).to(dtype), torch.randn(NUM_OUT, NUM_IN).to(dtype), torch.randn(NUM_OUT).to(dtype)
+    adapters = [0, 1, 2, 3, 4, 5, 6, 7, -1]
+    x, weight, bias = torch.randn(9, NUM_IN).to(dtype), torch.randn(NUM_OUT, NUM_IN).to(dtype), torch.randn(NUM_OUT).to(dtype)
     out = adapter_linear(ops, x, weight, bias, builder.build(), build_adapter_batch(adapters), PACKED)
     exact = dense_linear(x, weight, bias, builder.dense, adapters, PACKED)
     assert out.dtype == dtype

@@ -33,7 +33,7 @@ def test_what_each_takes_is_what_is_kept(compiled):
 SPILLING = {
     "sm_80": {"sample: collect"},
     "sm_90": set(),
-    "sm_100": {"attention: prefill", "qkv fused: fused"},
+    "sm_100": {"attention: prefill"},
 }
 """What is left: a register or two each."""
 
@@ -47,20 +47,26 @@ def test_nothing_else_spills(compiled):
 
 def test_rows_are_read_16_bytes_at_a_time(compiled):
     """Adapters' rows, keys and values: a load that lost its alignment is several times as many."""
-    for name in ("qkv: shrink", "qkv: expand", "down: shrink", "down: expand", "attention: decode", "attention: prefill"):
+    linears = ("qkv: shrink", "qkv: expand", "qkv with bias: expand", "down: shrink", "down: expand", "down fused: fused")
+    attention = (f"{case}: {kernel}" for case in ("attention", "attention of small heads") for kernel in ("decode", "prefill"))
+    for name in (*linears, *attention):
         assert compiled["sm_90"][name]["loads"].get("128", 0) > 0, name
 
 
 def test_tensor_cores_multiply(compiled):
     for kernels in compiled.values():
-        for name in ("qkv: shrink", "qkv: expand", "attention: decode", "attention: prefill"):
+        linears = ("qkv: shrink", "qkv: expand", "down fused: fused")
+        attention = (f"{case}: {kernel}" for case in ("attention", "attention of small heads") for kernel in ("decode", "prefill"))
+        for name in (*linears, *attention):
             assert kernels[name]["tensor_cores"], name
 
 
 def test_gpus_that_can_convert_e4m3_do(compiled):
     """Of its 256 codes two are NaN, which that instruction knows (PTX, cvt) and the interpreter's stand-in for it does not."""
+    halves = (f"{case}: {kernel}" for case in ("qkv", "down in fp32") for kernel in ("shrink", "expand"))
+    names = (*halves, "qkv fused: fused", "down fused: fused")
     for architecture, kernels in compiled.items():
-        for name in ("qkv: shrink", "qkv: expand", "down in fp32: shrink", "down in fp32: expand", "qkv fused: fused"):
+        for name in names:
             assert (kernels[name]["from_e4m3"] > 0) == (architecture != "sm_80"), (architecture, name)
 
 

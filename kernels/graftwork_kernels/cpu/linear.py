@@ -64,7 +64,7 @@ class _LinearArguments(ctypes.Structure):
         ("pairs", ctypes.c_void_p),
         ("tiles", ctypes.c_void_p),
         ("padded_in", ctypes.c_int64),
-        ("sums", ctypes.c_void_p),
+        ("delta", ctypes.c_void_p),
         ("sites", ctypes.c_void_p),
         ("num_sites", ctypes.c_int64),
         ("pool", ctypes.c_void_p),
@@ -199,7 +199,7 @@ class _Call:
         places = torch.tensor([[site.index, site.start, site.size] for site in sites])
         arguments = self._arguments
         arguments.sites, arguments.num_sites = self._keep(places), len(sites)
-        arguments.sums = self._scratch(-(-self._weight.out_features // PANEL_COLUMNS) * PANEL_COLUMNS, torch.float32)
+        arguments.delta = self._scratch(-(-self._weight.out_features // PANEL_COLUMNS) * PANEL_COLUMNS, torch.float32)
         tiles = self._issuer.empty(self._issuer.num_threads, TILE_ROWS * arguments.padded_in, dtype=torch.float32)
         arguments.tiles = self._keep(tiles)
         arguments.h = self._scratch(len(sites) * RANK_CHUNK, torch.float32)

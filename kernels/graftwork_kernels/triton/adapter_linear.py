@@ -104,7 +104,9 @@ def _expand_ranks(
 ):  # fmt: skip
     """total [rows, columns] + h Bᵀ, by tiles of ranks; an element of h is the sum of its chunks in ascending order."""
     # In rounds of a few chunks, as even as can be: each that is on its way has registers.
-    at_once: tl.constexpr = tl.cdiv(NUM_CHUNKS, tl.cdiv(NUM_CHUNKS, MOST_CHUNKS_AT_ONCE))
+    # Rounded up by hand: tl.cdiv makes no constant of constants in triton 3.6.
+    rounds: tl.constexpr = (NUM_CHUNKS + MOST_CHUNKS_AT_ONCE - 1) // MOST_CHUNKS_AT_ONCE
+    at_once: tl.constexpr = (NUM_CHUNKS + rounds - 1) // rounds
     num_even: tl.constexpr = NUM_CHUNKS // at_once * at_once
     for begin in tl.range(0, rank, TILE_RANKS, num_stages=1):  # mostly once or twice: nothing to keep on its way
         ranks = begin + tl.arange(0, TILE_RANKS)
@@ -226,11 +228,11 @@ def fused(
     """
     num_shrinks = tl.load(counts) * NUM_SITES * NUM_CHUNKS
     num_tasks = num_shrinks + (tl.load(num_tiles) - tl.load(counts + 1)) * NUM_SITES
-    for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
+    # What is the same for all tasks is worked out in each: registers are what this form lacks.
+    for task in tl.range(tl.program_id(0), num_tasks, tl.num_programs(0), disable_licm=True):
         is_shrink = task < num_shrinks
         base_task = task - num_shrinks
         entry = shrinks + tl.where(is_shrink, task // (NUM_CHUNKS * NUM_SITES), 0) * 2
-        # Read again for each task rather than kept: registers are what this form lacks.
         number = tl.where(is_shrink, tl.load(entry, mask=is_shrink, other=0), tl.load(counts + 1) + base_task // NUM_SITES)
         site = tl.where(is_shrink, task // NUM_CHUNKS % NUM_SITES, base_task % NUM_SITES)
         tile = tiles + number * 4

@@ -1,8 +1,8 @@
 // Adapters in memory, and what they add to a product: h = x Aᵀ (shrink), then h Bᵀ (expand). True ranks, any row type, nothing
 // padded.
 //
-// A row of h is a dot product whose order is fixed by its own length, and an output adds its ranks in ascending order. So what a
-// row gets does not depend on how many rows share its adapter.
+// A row of h is a dot product whose order is fixed by its own length, and an output's delta is the sum of its ranks in ascending order.
+// So what a row gets does not depend on how many rows share its adapter, nor on which of the ways below was taken.
 
 #pragma once
 
@@ -21,6 +21,7 @@ constexpr int64_t kLine = 64;  // bytes that memory is fetched in
 enum RowType : int64_t { kBf16 = 0, kFp32 = 1, kInt8 = 2, kE4m3 = 3 };
 
 inline bool is_row_type(int64_t type) { return kBf16 <= type && type <= kE4m3; }
+inline bool has_scale(int64_t type) { return type == kInt8 || type == kE4m3; }
 
 // A site record, as layout.SiteField says.
 struct SiteRecord {
@@ -68,7 +69,7 @@ inline const uint8_t* row_at(const AdapterMemory& memory, int64_t number, int64_
     return nullptr;
 }
 
-// How a row of each type is read: `split(row, i)` two vectors of elements from i on, `element(row, i)` one, times `scale(row)`.
+// How a row of each type is read: `load(row, i)` a vector of elements from i on, `element(row, i)` one, times `scale(row)`.
 template <int64_t kType>
 struct RowReader;
 
@@ -76,7 +77,7 @@ template <>
 struct RowReader<kBf16> {
     static constexpr int64_t kBytes = 2;
     static float scale(const uint8_t*) { return 1.0f; }
-    static Split split(const uint8_t* row, int64_t i) { return graftwork::split(reinterpret_cast<const bf16*>(row) + i); }
+    static Vec load(const uint8_t* row, int64_t i) { return graftwork::load(reinterpret_cast<const bf16*>(row) + i); }
     static float element(const uint8_t* row, int64_t i) { return widen(load_as<bf16>(row + 2 * i)); }
 };
 
@@ -84,10 +85,7 @@ template <>
 struct RowReader<kFp32> {
     static constexpr int64_t kBytes = 4;
     static float scale(const uint8_t*) { return 1.0f; }
-    static Split split(const uint8_t* row, int64_t i) {
-        const float* from = reinterpret_cast<const float*>(row) + i;
-        return graftwork::split(load(from), load(from + kLanes));
-    }
+    static Vec load(const uint8_t* row, int64_t i) { return graftwork::load(reinterpret_cast<const float*>(row) + i); }
     static float element(const uint8_t* row, int64_t i) { return load_as<float>(row + 4 * i); }
 };
 
@@ -95,37 +93,55 @@ template <>
 struct RowReader<kInt8> {
     static constexpr int64_t kBytes = 1;
     static float scale(const uint8_t* row) { return load_as<float>(row); }
-    static Split split(const uint8_t* row, int64_t i) {
-        const Ints two = reinterpret_cast<Ints>(widen_halves(row + kQuantisedHead + i));
-        return {__builtin_convertvector(two << 24 >> 24, Vec), __builtin_convertvector(two << 16 >> 24, Vec)};
+    static Vec load(const uint8_t* row, int64_t i) {
+        return graftwork::load(reinterpret_cast<const int8_t*>(row) + kQuantisedHead + i);
     }
     static float element(const uint8_t* row, int64_t i) { return static_cast<int8_t>(row[kQuantisedHead + i]); }
 };
 
-// OCP e4m3fn: exponent and mantissa move to fp32's places at once, 120 more turns bias 7 into 127; subnormals are scaled by hand.
+// OCP e4m3fn, read as 2^-8 of its value, which the scale makes up for: so fp16, whose bias is 15 for 7, has a code's bits in its own
+// order, subnormals too. Only NaN would come out as 480 * 2^-8. Without fp16, exponent and mantissa move to fp32's places.
 template <>
 struct RowReader<kE4m3> {
     static constexpr int64_t kBytes = 1;
-    static float scale(const uint8_t* row) { return load_as<float>(row); }
-    static Split split(const uint8_t* row, int64_t i) {
-        const Bits two = widen_halves(row + kQuantisedHead + i);
-        return {decode(two & 0xffu), decode(two >> 8)};
+    static float scale(const uint8_t* row) { return load_as<float>(row) * 256.0f; }
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && GRAFTWORK_LANES == 16
+    static Vec load(const uint8_t* row, int64_t i) {
+        const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + kQuantisedHead + i));
+        const __mmask16 is_nan = _mm_cmpeq_epi8_mask(_mm_or_si128(codes, _mm_set1_epi8(-0x80)), _mm_set1_epi8(-1));
+        const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16(kHalfBits));
+        const __m512 value = _mm512_cvtph_ps(halves);
+        return (Vec)_mm512_mask_blend_ps(is_nan, value, _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()));
     }
-    static Vec decode(Bits code) {
+#elif defined(__AVX2__) && defined(__F16C__) && GRAFTWORK_LANES == 8
+    static Vec load(const uint8_t* row, int64_t i) {
+        const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + kQuantisedHead + i));
+        const __m128i halves = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7), _mm_set1_epi16(kHalfBits));
+        const __m128i magnitude = _mm_and_si128(halves, _mm_set1_epi16(0x3f80));
+        const __m128i is_nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x3f80));
+        return (Vec)_mm256_cvtph_ps(_mm_or_si128(halves, is_nan));
+    }
+#else
+    static Vec load(const uint8_t* row, int64_t i) {
+        const Bits code = __builtin_convertvector(load_as<Bytes>(row + kQuantisedHead + i), Bits);
         const Bits magnitude = code & 0x7fu, sign = (code & 0x80u) << 24;
-        const Vec normal = reinterpret_cast<Vec>((magnitude << 20) + (120u << 23));
-        const Vec small = __builtin_convertvector(reinterpret_cast<Ints>(magnitude), Vec) * 0x1p-9f;
+        const Vec normal = reinterpret_cast<Vec>((magnitude << 20) + (112u << 23));  // 120 more would turn bias 7 into 127
+        const Vec small = __builtin_convertvector(reinterpret_cast<Ints>(magnitude), Vec) * 0x1p-17f;  // subnormals, scaled by hand
         const Vec value = magnitude < 8u ? small : normal;
         const Bits bits = magnitude == 0x7fu ? Bits{} + 0x7fc00000u : reinterpret_cast<Bits>(value);
         return reinterpret_cast<Vec>(bits | sign);
     }
+#endif
     static float element(const uint8_t* row, int64_t i) {
         const uint32_t code = row[kQuantisedHead + i], magnitude = code & 0x7fu;
-        const uint32_t normal = (magnitude << 20) + (120u << 23);
-        float value = magnitude < 8u ? static_cast<float>(magnitude) * 0x1p-9f : load_as<float>(&normal);
+        const uint32_t normal = (magnitude << 20) + (112u << 23);
+        float value = magnitude < 8u ? static_cast<float>(magnitude) * 0x1p-17f : load_as<float>(&normal);
         if (magnitude == 0x7fu) value = std::numeric_limits<float>::quiet_NaN();
         return code & 0x80u ? -value : value;
     }
+
+private:
+    static constexpr int16_t kHalfBits = static_cast<int16_t>(0xbf80);  // sign, exponent but for its top bit, three of the mantissa
 };
 
 // Rows of A that a tile of so many rows of x takes at once: its accumulators and the operands beside them fill the registers.
@@ -135,35 +151,77 @@ constexpr int ranks_at_once(int num_members) {
     return 2;
 }
 
-// h[member * h_stride + rank] = x[member * x_stride ..] · a[rank] for kRanks rows of A and kMembers rows of x, whose elements stand
-// split, block by block of two vectors, the rest in order. From `next` on lies what will be read after these rows: it is fetched
-// meanwhile.
+// Bytes from a row to the next where they lie one after the other.
+template <int64_t kType>
+constexpr int64_t row_stride(int64_t width) {
+    return round_up(width * RowReader<kType>::kBytes + (has_scale(kType) ? kQuantisedHead : 0), kLine);
+}
+
+// Fetches what lies from `next` on while `num_rows` rows are read: as many bytes, spread evenly. Into the second cache, since a core
+// waits for few lines at a time that are to go into the first; and some way ahead, as what is read next mostly lies behind that. Null
+// fetches nothing.
+template <int64_t kType>
+class Fetch {
+public:
+    Fetch(const uint8_t* next, int64_t num_rows, int64_t width)
+        : at_(next == nullptr ? nullptr : next + kAhead),
+          end_(next == nullptr ? nullptr : at_ + num_rows * row_stride<kType>(width)) {}
+
+    // Called where `kBytesRead` bytes are read, of all rows together.
+    template <int64_t kBytesRead>
+    void ahead() {
+        if (at_ == nullptr) return;
+#pragma GCC unroll 16
+        for (int64_t line = 0; line < kBytesRead; line += kLine) ask(at_ + line);
+        at_ += kBytesRead;
+    }
+
+    void rest() {
+        for (; at_ < end_; at_ += kLine) ask(at_);
+    }
+
+private:
+    static constexpr int64_t kAhead = 4096;
+    static void ask(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
+
+    const uint8_t* at_;
+    const uint8_t* end_;
+};
+
+// h[member * h_stride + rank] = x[member * x_stride ..] · a[rank] for kRanks rows of A and kMembers rows of x. From `next` on lies what
+// will be read after these rows: it is fetched meanwhile.
 template <int64_t kType, int kRanks, int kMembers>
 inline void dot_tile(const uint8_t* const* a, const float* x, int64_t x_stride, int64_t width, float* h, int64_t h_stride,
                      const uint8_t* next) {
     using Reader = RowReader<kType>;
     constexpr int64_t kStep = 2 * kLanes;
+    Fetch<kType> fetch(next, kRanks, width);
     Vec acc[kRanks][kMembers] = {};
     int64_t k = 0;
     for (; k + kStep <= width; k += kStep) {
+        fetch.template ahead<kStep * kRanks * Reader::kBytes>();
+#pragma GCC unroll 2
+        for (int64_t half = k; half < k + kStep; half += kLanes) {
+            Vec w[kRanks];
 #pragma GCC unroll 8
-        for (int64_t line = 0; line < kStep * kRanks * Reader::kBytes; line += kLine)
-            __builtin_prefetch(next + k * kRanks * Reader::kBytes + line);
-        Split w[kRanks];
-#pragma GCC unroll 8
-        for (int rank = 0; rank < kRanks; ++rank) w[rank] = Reader::split(a[rank], k);
+            for (int rank = 0; rank < kRanks; ++rank) w[rank] = Reader::load(a[rank], half);
 #pragma GCC unroll 12
-        for (int member = 0; member < kMembers; ++member) {
-            const Vec even = load(x + member * x_stride + k), odd = load(x + member * x_stride + k + kLanes);
+            for (int member = 0; member < kMembers; ++member) {
+                const Vec own = load(x + member * x_stride + half);
 #pragma GCC unroll 8
-            for (int rank = 0; rank < kRanks; ++rank) acc[rank][member] = fma(w[rank].even, even, acc[rank][member]);
-#pragma GCC unroll 8
-            for (int rank = 0; rank < kRanks; ++rank) acc[rank][member] = fma(w[rank].odd, odd, acc[rank][member]);
+                for (int rank = 0; rank < kRanks; ++rank) acc[rank][member] = fma(w[rank], own, acc[rank][member]);
+            }
         }
     }
+    fetch.rest();
+    float sums[kRanks][kMembers];  // unrolled, or the accumulators would be written to memory in each step above
+#pragma GCC unroll 8
+    for (int rank = 0; rank < kRanks; ++rank)
+#pragma GCC unroll 12
+        for (int member = 0; member < kMembers; ++member) sums[rank][member] = sum(acc[rank][member]);
     for (int rank = 0; rank < kRanks; ++rank)
         for (int member = 0; member < kMembers; ++member) {
-            float total = sum(acc[rank][member]);
+            float total = sums[rank][member];
             const float* row = x + member * x_stride;
             for (int64_t rest = k; rest < width; ++rest) total = fma(Reader::element(a[rank], rest), row[rest], total);
             h[member * h_stride + rank] = total * Reader::scale(a[rank]);
@@ -176,9 +234,10 @@ inline void dot_rows(const uint8_t* const* a, int64_t num_ranks, const float* x,
                      int64_t h_stride, const uint8_t* next) {
     constexpr int kRanks = ranks_at_once(kMembers);
     int64_t rank = 0;
-    for (; rank + kRanks <= num_ranks; rank += kRanks, next += kRanks * RowReader<kType>::kBytes * width)
+    for (; rank + kRanks <= num_ranks; rank += kRanks, next += kRanks * row_stride<kType>(width))
         dot_tile<kType, kRanks, kMembers>(a + rank, x, x_stride, width, h + rank, h_stride, next);
-    for (; rank < num_ranks; ++rank) dot_tile<kType, 1, kMembers>(a + rank, x, x_stride, width, h + rank, h_stride, next);
+    for (; rank < num_ranks; ++rank, next += row_stride<kType>(width))
+        dot_tile<kType, 1, kMembers>(a + rank, x, x_stride, width, h + rank, h_stride, next);
 }
 
 // Some rows of B: row i begins at pool + offset[i].
@@ -190,77 +249,77 @@ struct RankRows {
     const uint8_t* at(int64_t rank) const { return pool + offset[rank]; }
 };
 
-// Sums of a run's rows, panel by panel: those of row i begin at rows + i * stride.
-struct Sums {
+// What adapters add to some rows of a product, fp32, columns in order: those of row i begin at rows + i * stride.
+struct Delta {
     float* rows;
     int64_t stride;
 
-    float* panel(int64_t row, int64_t column) const { return rows + row * stride + column / kPanel * kPanel; }
+    float* at(int64_t row, int64_t column) const { return rows + row * stride + column; }
 };
 
-// sums[member][to ..] += Σ_rank h[member * h_stride + rank] * b[rank][from ..] for kMembers rows and kPanels whole panels.
-template <int64_t kType, int kMembers, int kPanels>
-inline void add_to_panels(const RankRows& b, int64_t from, const float* h, int64_t h_stride, Sums sums, int64_t to) {
+// to[member][..] += Σ_rank h[member * h_stride + rank] * b[rank][from ..] for kRanks rows of B, `count` columns and kMembers rows. The
+// scales of B are in h already: a row's head is far from most of its columns. What lies from `next` on is fetched meanwhile.
+template <int64_t kType, int kRanks, int kMembers>
+inline void add_block(const uint8_t* const* b, int64_t from, int64_t count, const float* h, int64_t h_stride, Delta to,
+                      const uint8_t* next) {
     using Reader = RowReader<kType>;
-    Split total[kMembers][kPanels];
+    constexpr int64_t kStep = 2 * kLanes;
+    Fetch<kType> fetch(next, kRanks, count);
+    float factor[kRanks][kMembers];  // a copy: h and the delta are both fp32, and could be the same memory for all the compiler knows
+    for (int rank = 0; rank < kRanks; ++rank)
+        for (int member = 0; member < kMembers; ++member) factor[rank][member] = h[member * h_stride + rank];
+    int64_t i = 0;
+    for (; i + kStep <= count; i += kStep) {
+        fetch.template ahead<kStep * kRanks * Reader::kBytes>();
+        Vec total[kMembers][2];
 #pragma GCC unroll 12
-    for (int member = 0; member < kMembers; ++member)
-#pragma GCC unroll 4
-        for (int panel = 0; panel < kPanels; ++panel) {
-            const float* place = sums.panel(member, to) + panel * kPanel;
-            total[member][panel] = {load(place), load(place + kLanes)};
-        }
-    for (int64_t rank = 0; rank < b.count; ++rank) {
-        const uint8_t* row = b.at(rank);
-        const float scale = Reader::scale(row);
-        Vec element[kMembers];
-#pragma GCC unroll 12
-        for (int member = 0; member < kMembers; ++member) element[member] = splat(h[member * h_stride + rank] * scale);
-#pragma GCC unroll 4
-        for (int panel = 0; panel < kPanels; ++panel) {
-            const Split w = Reader::split(row, from + panel * kPanel);
+        for (int member = 0; member < kMembers; ++member)
+            total[member][0] = load(to.at(member, i)), total[member][1] = load(to.at(member, i + kLanes));
+#pragma GCC unroll 8
+        for (int rank = 0; rank < kRanks; ++rank) {
+            const Vec first = Reader::load(b[rank], from + i), second = Reader::load(b[rank], from + i + kLanes);
 #pragma GCC unroll 12
             for (int member = 0; member < kMembers; ++member) {
-                total[member][panel].even = fma(element[member], w.even, total[member][panel].even);
-                total[member][panel].odd = fma(element[member], w.odd, total[member][panel].odd);
+                const Vec own = splat(factor[rank][member]);
+                total[member][0] = fma(own, first, total[member][0]);
+                total[member][1] = fma(own, second, total[member][1]);
             }
+        }
+#pragma GCC unroll 12
+        for (int member = 0; member < kMembers; ++member)
+            store(to.at(member, i), total[member][0]), store(to.at(member, i + kLanes), total[member][1]);
+    }
+    fetch.rest();
+    for (; i < count; ++i)
+        for (int member = 0; member < kMembers; ++member)
+            for (int rank = 0; rank < kRanks; ++rank)
+                *to.at(member, i) = fma(factor[rank][member], Reader::element(b[rank], from + i), *to.at(member, i));
+}
+
+constexpr int kRanksAdded = 8;
+constexpr int64_t kColumnsAdded = 4096;  // of all rows together: their sums stay in the nearest cache while B goes by
+
+// The same for any number of rows of B. Where a few rows take all columns at once, B is read from end to end, and then `next`.
+template <int64_t kType, int kMembers>
+inline void add_rows(const RankRows& b, int64_t from, int64_t count, const float* h, int64_t h_stride, Delta to,
+                     const uint8_t* next) {
+    constexpr int64_t kWidth = kColumnsAdded / kMembers / kPanel * kPanel;
+    for (int64_t begin = 0; begin < count; begin += kWidth) {
+        const int64_t width = count - begin < kWidth ? count - begin : kWidth;
+        const Delta part{to.at(0, begin), to.stride};
+        const bool is_whole = width == count && next != nullptr;
+        int64_t rank = 0;
+        for (; rank + kRanksAdded <= b.count; rank += kRanksAdded) {
+            const uint8_t* rows[kRanksAdded];
+            for (int i = 0; i < kRanksAdded; ++i) rows[i] = b.at(rank + i);
+            const uint8_t* after = !is_whole ? nullptr : (rank + kRanksAdded < b.count ? b.at(rank + kRanksAdded) : next);
+            add_block<kType, kRanksAdded, kMembers>(rows, from + begin, width, h + rank, h_stride, part, after);
+        }
+        for (; rank < b.count; ++rank) {
+            const uint8_t* row = b.at(rank);
+            add_block<kType, 1, kMembers>(&row, from + begin, width, h + rank, h_stride, part, nullptr);
         }
     }
-#pragma GCC unroll 12
-    for (int member = 0; member < kMembers; ++member)
-#pragma GCC unroll 4
-        for (int panel = 0; panel < kPanels; ++panel) {
-            float* place = sums.panel(member, to) + panel * kPanel;
-            store(place, total[member][panel].even);
-            store(place + kLanes, total[member][panel].odd);
-        }
-}
-
-// The same for single columns: those of a panel that a projection does not fill.
-template <int64_t kType, int kMembers>
-inline void add_columns(const RankRows& b, int64_t from, int64_t count, const float* h, int64_t h_stride, Sums sums, int64_t to) {
-    using Reader = RowReader<kType>;
-    for (int64_t i = 0; i < count; ++i)
-        for (int member = 0; member < kMembers; ++member) {
-            float& total = sums.panel(member, to + i)[place_in_panel((to + i) % kPanel)];
-            for (int64_t rank = 0; rank < b.count; ++rank) {
-                const uint8_t* row = b.at(rank);
-                total = fma(h[member * h_stride + rank] * Reader::scale(row), Reader::element(row, from + i), total);
-            }
-        }
-}
-
-// The same for any number of columns.
-template <int64_t kType, int kMembers>
-inline void add_ranks(const RankRows& b, int64_t from, int64_t count, const float* h, int64_t h_stride, Sums sums, int64_t to) {
-    constexpr int kAtOnce = kMembers == 1 ? 4 : (4 * kMembers <= 2 * kTileRows ? 2 : 1);  // panels: their sums fill the registers
-    int64_t i = (kPanel - to % kPanel) % kPanel;
-    i = i < count ? i : count;
-    add_columns<kType, kMembers>(b, from, i, h, h_stride, sums, to);
-    for (; i + kAtOnce * kPanel <= count; i += kAtOnce * kPanel)
-        add_to_panels<kType, kMembers, kAtOnce>(b, from + i, h, h_stride, sums, to + i);
-    for (; i + kPanel <= count; i += kPanel) add_to_panels<kType, kMembers, 1>(b, from + i, h, h_stride, sums, to + i);
-    add_columns<kType, kMembers>(b, from + i, count - i, h, h_stride, sums, to + i);
 }
 
 // Call `body` with the row type as a constant.

@@ -107,6 +107,17 @@ inline Bits widen_halves(const void* from) {
 
 inline Vec load(const bf16* from) { return reinterpret_cast<Vec>(widen_halves(from) << 16); }
 
+// Whole numbers of 8 bits from memory, each a lane's value.
+inline Vec load(const int8_t* from) {
+#if defined(__AVX512F__) && GRAFTWORK_LANES == 16
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__) && GRAFTWORK_LANES == 8
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    return __builtin_convertvector(__builtin_convertvector(load_as<SignedBytes>(from), Ints), Vec);
+#endif
+}
+
 inline void store(bf16* to, Vec value) {
     const Bits bits = reinterpret_cast<Bits>(value);
     const Bits rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
