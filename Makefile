@@ -134,12 +134,13 @@ bench: setup $(if $(filter command,$(origin BASE)),,base) ## measure everything,
 	$(PY) benchmarks/machine.py
 	$(PY) benchmarks/kernels.py --base "$(BASE)" $(call BENCH_OUT,kernels)
 	$(PY) benchmarks/step.py $(call BENCH_OUT,step)
+	$(PY) benchmarks/row_types.py --base "$(BASE)" $(call BENCH_OUT,row_types)
 	$(PY) benchmarks/api.py --base "$(BASE)" $(call BENCH_OUT,api)
 	$(PY) benchmarks/cores.py --base "$(BASE)" --work "$(BENCH_RESULTS)/work" $(call BENCH_OUT,cores)
 	$(PY) benchmarks/serving.py --base "$(BASE)" $(addprefix --peer ,$(PEERS)) $(SERVING) --work "$(BENCH_RESULTS)/work" \
 	  $(call BENCH_OUT,serving)
 	$(PY) benchmarks/cold_start.py --base "$(BASE)" --work "$(BENCH_RESULTS)/work" $(call BENCH_OUT,cold_start)
-	$(PY) benchmarks/report.py $(foreach name,kernels step api cores serving cold_start,"$(BENCH_RESULTS)/$(name).json") --docs "$(BENCH_DOCS)"
+	$(PY) benchmarks/report.py $(foreach name,kernels step row_types api cores serving cold_start,"$(BENCH_RESULTS)/$(name).json") --docs "$(BENCH_DOCS)"
 
 lm-eval: setup-dev base $(LM_EVAL)/.ready ## log likelihoods by lm-eval beside Hugging Face's own, fp32, for the base and an adapter
 	$(PY) benchmarks/lm_eval/compare.py --base "$(BASE)" --lm-eval $(LM_EVAL)/bin/lm-eval

@@ -87,7 +87,8 @@ def publish(server: OurServer, folders: Mapping[str, Path], on_done: Callable[[]
                 limit = PUSH_LIMIT_S
                 version = push(client, folders[name], tenant=TENANT, name=name, timeout=limit, sent=lambda _done, _total: None)
             if version.state != "ready":
-                raise BenchmarkFailed(f"the server refused adapter {name}: {version.report}; was it made for this base?")
+                reasons = [f"{f['field']} {f['message']}" for f in version.report if f["result"] == "fail"][:3]
+                raise BenchmarkFailed(f"the server refused adapter {name}: {'; '.join(reasons)}; was it made for this base?")
         on_done()
 
     with ThreadPoolExecutor(PUSHES_AT_ONCE) as pool:

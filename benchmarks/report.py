@@ -17,7 +17,7 @@ from charts import Bar, Group, bar_chart
 from results import BenchmarkFailed, Claim, Report, as_text, median
 
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-ORDER = ("serving", "kernels", "cold_start", "step", "api", "cores")
+ORDER = ("serving", "kernels", "cold_start", "step", "row_types", "api", "cores")
 THROUGHPUT, ROOFLINE = "performance-serving.svg", "performance-kernels.svg"
 
 

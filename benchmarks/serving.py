@@ -32,6 +32,7 @@ from servers import Contender
 from serving_claims import Entry, row_claims
 from serving_rows import (
     ADAPTERS,
+    DORA,
     NUM_ADAPTERS,
     NUM_SMALL,
     PEER_NAMES,
@@ -168,6 +169,8 @@ def measure(options: argparse.Namespace, results: Results) -> None:
 def write_folders(base: Path, out: Path, rows: Sequence[Row]) -> dict[str, Path]:
     """The adapters that rows need, by name; peers get all of the large ones."""
     folders = dict(zip(ADAPTERS, write_adapters(base, out, NUM_ADAPTERS, [RANK]), strict=True))
+    if any(row.adapters & set(DORA) for row in rows):
+        folders.update(zip(DORA, write_adapters(base, out, NUM_ADAPTERS, [RANK], stem="d", use_dora=True), strict=True))
     if any(row.adapters & set(SMALL) for row in rows):
         folders.update(zip(SMALL, write_adapters(base, out, NUM_SMALL, [SMALL_RANK], stem="s"), strict=True))
     return folders

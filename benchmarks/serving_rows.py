@@ -17,6 +17,15 @@ ADAPTERS = tuple(f"a{i}" for i in range(NUM_ADAPTERS))
 SMALL = tuple(f"s{i}" for i in range(NUM_SMALL))
 """Of rank `SMALL_RANK`; registered only where a row asks for them."""
 
+DORA = tuple(f"d{i}" for i in range(NUM_ADAPTERS))
+"""Of rank `RANK`, with DoRA's magnitudes; registered only where a row asks for them."""
+
+
+def half_dora(number: int) -> tuple[str, ...]:
+    """So many adapters, plain ones and DoRAs in turn."""
+    return tuple((DORA if place % 2 else ADAPTERS)[place] for place in range(number))
+
+
 PEER_NAMES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "peft": "PEFT"}
 """By the kind of a peer, in the order of tables."""
 
@@ -106,6 +115,8 @@ ROWS = (
         peers=True,
         peer_bars=(PeerBar(("vllm",), 15.0), PeerBar(("llamacpp", "peft"), 4.0)),
     ),
+    Row("32x8-dora", 32, Mix("8 adapters, 4 of them DoRA", half_dora(8)), BASE_ALONE, 0.88, or_added=True),
+    Row("32x32-dora", 32, Mix("32 adapters, 16 of them DoRA", half_dora(32)), BASE_ALONE, 0.75, or_added=True),
     Row(
         "thousand",
         32,

@@ -26,6 +26,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from graftwork_adapters.wholes import WholeFacts
 from graftwork_engine.core import EngineCore
 from graftwork_engine.kv.manager import KVCacheManager
 from graftwork_engine.kv_memory import KvCache, allocate_kv_cache
@@ -33,10 +34,12 @@ from graftwork_engine.messages import Add, Out, OutItem, Ready, Sampling, encode
 from graftwork_engine.model.config import ModelConfig, RopeConfig
 from graftwork_engine.model.layers import ForwardBatch, Placement
 from graftwork_engine.model.llama import Llama
+from graftwork_engine.model.wholes import WholeGroup
 from graftwork_engine.request import AdapterKey, Request, RequestId
 from graftwork_engine.runner import ModelRunner
+from graftwork_engine.sched.limits import SchedulerLimits
 from graftwork_engine.sched.plan import AdapterFailure, RequestResult, StepPlan
-from graftwork_engine.sched.scheduler import Scheduler, SchedulerLimits
+from graftwork_engine.sched.scheduler import Scheduler
 from graftwork_engine.server import EngineServer
 from graftwork_engine.sessions import Session, SessionTable
 from graftwork_kernels.implementation import Implementation
@@ -127,7 +130,13 @@ class FreeModel(Llama):
         self._marks.set()
         return self._hidden[: len(token_ids)]
 
-    def logits(self, ops: Operators, hidden: Tensor) -> Tensor:  # noqa: ARG002 - the model's
+    def logits(
+        self,
+        ops: Operators,  # noqa: ARG002 - the model's
+        hidden: Tensor,
+        groups: Sequence[WholeGroup] = (),  # noqa: ARG002 - the model's
+        num_logits: int = 0,  # noqa: ARG002 - the model's
+    ) -> Tensor:
         """Of as many rows."""
         return self._logits[: len(hidden)]
 
@@ -165,6 +174,10 @@ class ResidentGate:
 
     def release(self, key: str) -> None:
         """It stays."""
+
+    def wholes(self, index: int) -> WholeFacts | None:  # noqa: ARG002 - the protocol's
+        """None does."""
+        return None
 
     def needs_room(self, key: str) -> bool:  # noqa: ARG002 - the protocol's
         """Never."""

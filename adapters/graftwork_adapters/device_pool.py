@@ -1,8 +1,11 @@
-"""The device memory of adapters: one buffer cut into pages, and the tables by which kernels find rows. Knows no references."""
+"""The device memory of adapters: one buffer cut into pages, the tables by which kernels find rows, and beside them the memory for
+what adapters bring whole. Knows no references.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +29,7 @@ from graftwork_adapters.page_table import (
     row_numbers,
 )
 from graftwork_adapters.tensor_values import row_size
+from graftwork_adapters.whole_memory import DeviceWholes, WholeLimits, WholeMemory
 
 NUM_SITE_FIELDS = 6
 """Columns of a site record: first A row, first B row, rank, row type, scale row, bias row."""
@@ -54,8 +58,8 @@ class DevicePool:
     ``widths`` are each site's input and output features, which an adapter's rows must have room for (None: not compared).
     ``max_rank`` is the largest that the kernels which read the pool have room for (None: any).
     ``max_row_bytes`` is the longest row the base can have; a page is at least that. Row numbers and adapter indices are bounded
-    too: by default one row number per 128 bytes, and one index per page up to 1024. ``new_copier`` makes the way to
-    ``device``. `place` and `free` keep the books and belong
+    too: by default one row number per 128 bytes, and one index per page up to 1024. ``wholes`` is what adapters may bring whole, by
+    default nothing. ``new_copier`` makes the way to ``device``. `place` and `free` keep the books and belong
     to one thread; `clear` and `write` move bytes and belong to one other thread. A page may be written again as soon as it is
     freed, so an adapter is freed only when no kernel that reads it is still running.
     """
@@ -71,22 +75,25 @@ class DevicePool:
         max_adapters: int | None = None,
         widths: Sequence[tuple[int, int]] | None = None,
         max_rank: int | None = None,
+        wholes: WholeLimits | None = None,
         device: torch.device | str = "cpu",
         new_copier: Callable[[torch.device], Copier] = copier_for,
     ) -> None:
         self.page_bytes = page_size(page_bytes, max_row_bytes)
         num_pages = pool_bytes // self.page_bytes
+        device = torch.device(device)
+        self._wholes = WholeMemory(wholes or WholeLimits(), device)
         self.table = PageTable(
             num_pages,
             row_numbers(pool_bytes) if max_rows is None else max_rows,
             min(num_pages, 1024) if max_adapters is None else max_adapters,
+            self._wholes.capacity_bytes,
         )
         self._num_sites = num_sites
         self._max_row_bytes = max_row_bytes
         self._widths = None if widths is None else np.array(widths, dtype=np.int64)
         self._max_rank = max_rank
         self._no_sites = np.tile(np.array(_NO_SITE, dtype=np.int64), (num_sites, 1))
-        device = torch.device(device)
         self.tensors = PoolTensors(
             pool=torch.zeros(num_pages * self.page_bytes, dtype=torch.uint8, device=device),
             row_offset=torch.zeros(self.table.max_rows, dtype=torch.int64, device=device),
@@ -104,18 +111,33 @@ class DevicePool:
         """Bytes of the pages that adapters have."""
         return (self.table.num_pages - self.table.num_free_pages) * self.page_bytes
 
+    @property
+    def whole_capacity_bytes(self) -> int:
+        """Bytes for what adapters bring whole."""
+        return self.table.max_whole_bytes
+
+    @property
+    def used_whole_bytes(self) -> int:
+        """Bytes of those that adapters have."""
+        return self.table.max_whole_bytes - self.table.num_free_whole_bytes
+
+    @property
+    def wholes(self) -> Mapping[int, DeviceWholes]:
+        """By index what adapters on the device bring whole, those alone that bring something; always the same mapping."""
+        return self._wholes.by_index
+
     def plan(self, index: PackedIndex) -> PageLayout:
         """Cut an adapter's rows into pages. Any thread may call it.
 
         Raises `AdapterTooLarge` if it can never fit or a rank is above the largest, `BlobCorrupt` if its index would lead a kernel
-        outside its own rows.
+        outside its own rows, or names a whole that does not fit the base.
         """
         _check_index(index, self._num_sites)
         if self._widths is not None:
             _check_widths(index, self._widths)
         if self._max_rank is not None:
             _check_rank(index, self._max_rank)
-        layout = plan_pages(index.row_bytes, self.page_bytes)
+        layout = replace(plan_pages(index.row_bytes, self.page_bytes), num_whole_bytes=self._wholes.num_bytes(index))
         self.table.check_fits(f"adapter {index.key}", layout, self.page_bytes)
         return layout
 
@@ -124,11 +146,11 @@ class DevicePool:
         return self.table.how_many(plan_pages(row_bytes, self.page_bytes).extent)
 
     def most_needed(self, num_bytes: int) -> Extent:
-        """The room for an adapter of which no more than the size is known."""
+        """The room for an adapter of which no more is known than its size, and that it brings nothing whole."""
         return self.table.most_needed(num_bytes, self.page_bytes, self._max_row_bytes)
 
     def place(self, extent: Extent) -> Placement | None:
-        """Take pages, row numbers and an index for an adapter; None if they are not free now."""
+        """Take pages, row numbers, an index and bytes for wholes for an adapter; None if they are not free now."""
         return self.table.place(extent)
 
     def trim(self, placement: Placement, extent: Extent) -> Placement:
@@ -137,6 +159,7 @@ class DevicePool:
 
     def free(self, placement: Placement) -> None:
         """Give them back. The index's site records are reset by the next `clear` or `write`."""
+        self._wholes.forget(placement.index)
         self.table.free(placement)
 
     def clear(self, indices: Sequence[int]) -> None:
@@ -146,10 +169,12 @@ class DevicePool:
         self._copier.finish()
 
     def write(self, placement: Placement, layout: PageLayout, adapter: HostAdapter) -> None:
-        """Copy an adapter's rows into its pages and write the tables that lead to them; everything is there when it returns.
+        """Copy an adapter's rows into its pages, write the tables that lead to them, and copy what it brings whole; everything is
+        there when it returns. Raises `BlobCorrupt` for values that would lead the model outside its own.
 
         One copy for each run of pages that lie side by side, and one for each table, however many rows and sites there are.
         """
+        self._wholes.write(placement, adapter, self._copier)
         pages = np.array(placement.pages, dtype=np.int64)
         offsets = pages[layout.row_page] * self.page_bytes + layout.row_start
         first, end = placement.first_row, placement.first_row + placement.num_rows
@@ -166,7 +191,7 @@ class DevicePool:
         Of the ``complete`` ones, whose copy has ended, it also follows the tables as a kernel does: rows lie in their own pages
         and site records lead to their own rows.
         """
-        found = self.table.discrepancies(live)
+        found = self.table.discrepancies(live) + self._wholes.discrepancies({key: live[key] for key in complete})
         for key in complete:
             place = live[key]
             end = place.first_row + place.num_rows

@@ -14,8 +14,9 @@ class DeviceRoom:
     """Places in a device pool, and the adapters that must give theirs up when others need room: least recently used first."""
 
     def __init__(self, pool: DevicePool) -> None:
-        self.idle: OrderedDict[str, None] = OrderedDict()  # what may be evicted, least recently used first
+        self.idle: OrderedDict[str, Placement] = OrderedDict()  # what may be evicted, least recently used first
         self.idle_pages = 0
+        self.idle_whole_bytes = 0
         self.protected: set[str] = set()
         self._pool = pool
         self._stale_indices: list[int] = []  # freed since the last copy; their site records are reset by the next
@@ -34,16 +35,23 @@ class DeviceRoom:
             self.protected.discard(entry.key)
 
     def make(self, extent: Extent, evict: Callable[[str], None], *, is_early: bool = False) -> Placement | None:
-        """Room for an adapter, others evicted as needed; None, with nothing evicted, if too few pages could be made free.
+        """Room for an adapter, others evicted as needed; None, with nothing evicted, if too few pages or too few bytes for wholes
+        could be made free.
 
-        ``is_early``: nobody is evicted once there are pages enough, for the sake of row numbers that may not be needed.
+        Evicted are, least recently used first, those alone that have some of what is missing. ``is_early``: nobody is evicted once
+        there are pages and bytes enough, for the sake of row numbers that may not be needed.
         """
         table = self._pool.table
         if table.num_free_pages + self.idle_pages < extent.num_pages:
             return None
+        if table.num_free_whole_bytes + self.idle_whole_bytes < extent.num_whole_bytes:
+            return None
         placement = self._pool.place(extent)
-        while placement is None and self.idle and not (is_early and table.num_free_pages >= extent.num_pages):
-            evict(next(iter(self.idle)))
+        while placement is None and not (is_early and self._has_bytes(extent)):
+            victim = next((key for key, place in self.idle.items() if table.helps(place, extent)), None)
+            if victim is None:
+                break
+            evict(victim)
             placement = self._pool.place(extent)
         return placement
 
@@ -61,11 +69,16 @@ class DeviceRoom:
         stale, self._stale_indices = self._stale_indices, []
         return stale
 
+    def _has_bytes(self, extent: Extent) -> bool:
+        table = self._pool.table
+        return table.num_free_pages >= extent.num_pages and table.num_free_whole_bytes >= extent.num_whole_bytes
+
     def _set_idle(self, entry: Entry, idle: bool) -> None:
         if idle != (entry.key in self.idle):
-            num_pages = len(entry.require_placement().pages)
-            self.idle_pages += num_pages if idle else -num_pages
+            placement, sign = entry.require_placement(), 1 if idle else -1
+            self.idle_pages += sign * len(placement.pages)
+            self.idle_whole_bytes += sign * placement.num_whole_bytes
             if idle:
-                self.idle[entry.key] = None
+                self.idle[entry.key] = placement
             else:
                 del self.idle[entry.key]

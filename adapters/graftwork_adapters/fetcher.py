@@ -24,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
+_MOST_NOTED = 4096
+"""Keys of which it is kept in mind that they bring tensors whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
@@ -54,6 +57,7 @@ class Fetcher:
             self._disk = DiskCache(disk_dir, max_disk_bytes)
         self._lock = threading.Lock()
         self._flights: dict[str, _Flight] = {}
+        self._with_wholes: dict[str, None] = {}  # the longest known first
 
     @property
     def disk_bytes(self) -> int:
@@ -64,6 +68,10 @@ class Fetcher:
         """Size of the local disk's file for ``key``, sound or not, which is more than its rows have; None without one. Does not
         block."""
         return self._disk.num_bytes_of(key)
+
+    def brings_wholes(self, key: str) -> bool:
+        """Whether an index of ``key`` that was read lately says so; false where none was. Does not block."""
+        return key in self._with_wholes
 
     def load_cached(self, key: str, expect: Expect | None = None) -> HostAdapter | None:
         """What `fetch` and `read` do together if the local disk has the file; None if it has none that is sound.
@@ -154,7 +162,7 @@ class Fetcher:
         if path is None:
             return None
         try:
-            return read_index(path, key)
+            return self._noted(read_index(path, key))
         except BlobCorrupt:
             self._disk.discard(key, path)
             return None
@@ -164,10 +172,20 @@ class Fetcher:
         if path is None:
             return None
         try:
-            return HostAdapter(*read_packed(path, key, expect))
+            adapter = HostAdapter(*read_packed(path, key, expect))
         except BlobCorrupt:
             self._disk.discard(key, path)
             return None
+        self._noted(adapter.index)
+        return adapter
+
+    def _noted(self, index: PackedIndex) -> PackedIndex:
+        if index.wholes and index.key not in self._with_wholes:
+            with self._lock:
+                self._with_wholes[index.key] = None
+                if len(self._with_wholes) > _MOST_NOTED:
+                    del self._with_wholes[next(iter(self._with_wholes))]
+        return index
 
     def _download(self, key: str) -> PackedIndex:
         with scratch_folder(self._incoming) as scratch:
@@ -176,7 +194,7 @@ class Fetcher:
             with _sent_by_the_store(key):
                 index = read_index(file, key)
             self._disk.add(key, file)
-            return index
+            return self._noted(index)
 
     def _download_and_read(self, key: str) -> HostAdapter:
         with scratch_folder(self._incoming) as scratch:

@@ -13,7 +13,7 @@ PackedKey = NewType("PackedKey", str)
 
 RowTypeName = Literal["bfloat16", "float32", "int8", "e4m3"]
 
-PACKED_VERSION = 1
+PACKED_VERSION = 2
 """Raised whenever the packed form's layout or arithmetic changes; old packed files are then rebuilt."""
 
 

@@ -1,173 +1,165 @@
-"""Which tensor of an upload belongs to which projection of the base. Reads names and shapes, never values.
-
-PEFT saves `base_model.model.<module>.lora_A.weight` [r, in] and `….lora_B.weight` [out, r]. Two dialects are taken as well, with a
-warning: without the prefix throughout, and with the adapter's name `default` before `weight`.
-"""
+"""The LoRA of one module out of its tensors: of a projection, the head or the embedding. Reads names and shapes, never values."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections import defaultdict
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
 
-from graftwork_adapters.base_spec import BaseSpec, Site
-from graftwork_adapters.peft_config import PeftConfig
-from graftwork_adapters.publish_job import Limits
-from graftwork_adapters.report import Report
-from graftwork_adapters.safetensors_header import SafetensorsHeader, TensorEntry, shown
+from graftwork_adapters.adapter_content import LoraPair, SiteContent, WholeModule
+from graftwork_adapters.base_spec import Site
+from graftwork_adapters.module_tensors import Matching, ModuleTensors, ShapeChecks
+from graftwork_adapters.peft_config import EMBEDDING_MODULE, HEAD_MODULE
+from graftwork_adapters.safetensors_header import shown
+from graftwork_adapters.tensor_source import AdapterTensor, TensorSource
 
-Part = Literal["A", "B"]
-
-_PREFIX = "base_model.model."
-_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?P<adapter>\.default)?\.weight")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-SERVED_DTYPES = ("F32", "F16", "BF16")
-_UNSERVED_PARTS = (
-    (".lora_magnitude_vector", "a magnitude of DoRA, which is not served yet"),
-    (".lora_embedding_", "LoRA on an embedding, which is not served yet"),
-    (".lora_B.bias", "a bias of B (lora_bias), which is not served yet"),
-    (".modules_to_save.", "a module saved whole (modules_to_save), which is not served yet"),
-    ("embed_tokens.", "a whole embedding, which is not served yet"),
-    ("lm_head.", "a whole output head, which is not served yet"),
-    (".bias", "a trained bias, which is not served yet"),
-)
+_AGAIN = "save the adapter again with PEFT's save_pretrained"
+_CONFIG_FIX = "upload the adapter_config.json that was saved with these tensors"
 
 
-@dataclass(frozen=True, slots=True)
-class LoraPair:
-    """What an adapter does to one projection: ``scale`` · B · A is added to its weight. A is [rank, in], B is [out, rank]."""
-
-    site: Site
-    a: TensorEntry
-    b: TensorEntry
-    rank: int
-    alpha: float
-    use_rslora: bool
-
-    @property
-    def scale(self) -> float:
-        """alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv:2312.03732)."""
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
-
-
-def match_tensors(
-    header: SafetensorsHeader, config: PeftConfig | None, spec: BaseSpec, limits: Limits, report: Report
-) -> tuple[LoraPair, ...]:
-    """Pair the tensors and hold them against the base and the config, in the base's site order.
-
-    Every tensor that would not be applied is a failing finding; only if there is none is the result complete. Without a config
-    the names and shapes are checked all the same and nothing is returned.
-    """
-    modules = _group_by_module(header, report)
-    sites = {site.module: site for site in spec.sites}
-    pairs: list[LoraPair] = []
-    for module in sorted(modules):
-        site = sites.get(module)
-        if site is None:
-            report.fail_each("modules", [(shown(entry.name), _why_no_site(module, spec)) for entry in modules[module].values()])
-            continue
-        a, b = modules[module].get("A"), modules[module].get("B")
-        if a is None or b is None:
-            found, missing = ("B", "A") if a is None else ("A", "B")
-            report.fail("tensors", shown(f"{module}.lora_{missing}.weight"), f"is missing, its lora_{found} is there")
-            continue
-        if _check_shapes(site, a, b, limits, report) and config is not None and _check_rank(site, a, config, report):
-            pairs.append(LoraPair(site, a, b, a.shape[0], config.alpha_of(module), config.use_rslora))
-    if config is not None:
-        _check_selection(set(modules), config, spec, report)
-    return tuple(sorted(pairs, key=lambda pair: pair.site.index))
+def read_site(site: Site, tensors: ModuleTensors, matching: Matching) -> SiteContent | WholeModule | None:
+    """What the upload does to a projection; None after a finding, or if it does nothing."""
+    report = matching.report
+    if "weight" in tensors and matching.config.saves(tensors.trained_module):
+        return read_whole_linear(site, tensors, matching)
+    for part in ("weight", "base_layer.weight"):
+        copy = tensors.take(part)
+        if copy is not None:
+            matching.leave_out_copy(copy, f"{site.module}.weight")
+    has_pair = "lora_A" in tensors or "lora_B" in tensors
+    bias = _read_bias(site, tensors, matching, has_pair)
+    pair = read_pair(tensors, site.in_features, site.out_features, matching) if has_pair else None
+    tensors.refuse_rest(report)
+    return None if pair is None and bias is None else SiteContent(site, pair, bias)
 
 
-def _group_by_module(header: SafetensorsHeader, report: Report) -> dict[str, dict[Part, TensorEntry]]:
-    """Tensors by module path and part; a finding for each that is neither A nor B of anything."""
-    modules: defaultdict[str, dict[Part, TensorEntry]] = defaultdict(dict)
-    unknown: list[tuple[str | None, str]] = []
-    has_prefix = any(entry.name.startswith(_PREFIX) for entry in header.tensors)
-    dialect: list[str] = []
-    for entry in header.tensors:
-        match = _NAME.fullmatch(entry.name.removeprefix(_PREFIX))
-        if match is None:
-            unknown.append((shown(entry.name), f"is {_describe(entry.name)}"))
-        elif has_prefix and not entry.name.startswith(_PREFIX):
-            unknown.append((shown(entry.name), f"has no prefix {_PREFIX} while other tensors have it, so what it means is unclear"))
-        else:
-            part: Part = "A" if match["part"] == "A" else "B"
-            other = modules[match["module"]].setdefault(part, entry)
-            if other is not entry:
-                unknown.append((shown(entry.name), f"means the same tensor as {shown(other.name)}"))
-            if match["adapter"] or not has_prefix:
-                dialect.append(entry.name)
-    report.fail_each("tensors", unknown, "save the adapter with PEFT's save_pretrained")
-    if dialect:
-        message = (
-            f"{len(dialect)} tensors are not named as PEFT names them, and were read as meant; PEFT itself would not load them"
+def read_whole_linear(site: Site, tensors: ModuleTensors, matching: Matching) -> WholeModule | None:
+    """A projection that is trained whole, with its bias where the base's has one."""
+    weight, bias = tensors.take("weight"), tensors.take("bias") if site.has_bias else None
+    for part in ("weight", "bias") if site.has_bias else ("weight",):
+        original = tensors.take(f"base_layer.{part}")  # what PEFT goes back to without the adapter
+        if original is not None:
+            matching.leave_out_copy(original, f"{site.module}.{part}")
+    if "lora_A" in tensors or "lora_B" in tensors:
+        message = f"adapts {site.module}, which modules_to_save replaces whole: PEFT would apply one of the two"
+        tensors.refuse_all("modules", message, "leave the module out of modules_to_save or out of target_modules", matching.report)
+        return None
+    tensors.refuse_rest(matching.report)
+    if site.has_bias and bias is None:
+        matching.report.fail("tensors", f"{site.module}.bias", "is missing, its weight is there", _AGAIN)
+        return None
+    if weight is None or not matching.has_shape(weight.source, (site.out_features, site.in_features), site.module):
+        return None
+    if bias is not None and not matching.has_shape(bias.source, (site.out_features,), site.module):
+        return None
+    return WholeModule(site.module, weight.source, None if bias is None else bias.source)
+
+
+def _read_bias(site: Site, tensors: ModuleTensors, matching: Matching, has_pair: bool) -> TensorSource | None:
+    """The bias in place of the base's: PEFT names it `base_layer.bias` where there is LoRA beside it."""
+    if not site.has_bias:
+        return None
+    bias = tensors.take("bias")
+    if bias is None or not matching.has_shape(bias.source, (site.out_features,), site.module):
+        return None
+    kind = matching.config.bias
+    if kind == "none" or (kind == "lora_only" and not has_pair):
+        message = f"is a bias in place of the base's, and the config's bias is \"{kind}\""
+        matching.report.fail("tensors", shown(bias.source.sent_as), message, _CONFIG_FIX)
+        return None
+    return bias.source
+
+
+def read_pair(
+    tensors: ModuleTensors, in_features: int, out_features: int, matching: Matching, *, of_embedding: bool = False
+) -> LoraPair | None:
+    """The LoRA of a module; None after a finding that it is not whole or does not fit."""
+    report, config, module = matching.report, matching.config, tensors.module
+    trained = tensors.trained_module
+    names = ("lora_embedding_A", "lora_embedding_B") if of_embedding else ("lora_A", "lora_B")
+    a, b = (tensors.take(name) for name in names)
+    magnitude = tensors.take("lora_magnitude_vector")
+    b_bias = None if of_embedding else tensors.take("lora_B.bias")
+    if a is None or b is None:
+        (missing, found) = names if a is None else names[::-1]
+        suffix = "" if of_embedding else ".weight"
+        report.fail("tensors", shown(f"{module}.{missing}{suffix}"), f"is missing, its {found} is there", _AGAIN)
+        return None
+    fits = matching.have_one_rank(a.source, b.source, in_features, out_features, module)
+    fits = fits and _has_rank_of_config(a.source, trained, matching)
+    fits = _check_extra(magnitude, config.use_dora, "lora_magnitude_vector", "use_dora", out_features, matching, module) and fits
+    if not of_embedding:
+        fits = _check_extra(b_bias, config.lora_bias, "lora_B.bias", "lora_bias", out_features, matching, module) and fits
+    elif config.lora_bias:
+        message = f"gives {module} a bias: PEFT does not make such an adapter"
+        report.fail("config", "lora_bias", message, f"train without lora_bias, or leave {module} out of target_modules")
+        fits = False
+    if of_embedding and (config.invocation_token_ids or config.has_velora):
+        field = "alora_invocation_tokens" if config.invocation_token_ids else "velora_config"
+        report.fail(
+            "config", field, f"cannot be used with LoRA on {module}: PEFT does not load such an adapter", "train one of them"
         )
-        report.warn("tensors", shown(dialect[0]), message)
-    if not modules:
-        report.fail("tensors", None, "the weights hold no LoRA tensors, so nothing would be applied")
-    return modules
+        fits = False
+    if not fits:
+        return None
+    return LoraPair(
+        module,
+        a.source,
+        b.source,
+        a.source.shape[0],
+        config.alpha_of(trained),
+        config.use_rslora,
+        None if magnitude is None else magnitude.source,
+        None if b_bias is None else b_bias.source,
+    )
 
 
-def _describe(name: str) -> str:
-    return next((what for part, what in _UNSERVED_PARTS if part in name), "not a lora_A or lora_B weight, and would not be applied")
+def _has_rank_of_config(a: TensorSource, trained: str, matching: Matching) -> bool:
+    rank, expected = a.shape[0], matching.config.rank_of(trained)
+    if rank != expected:
+        message = f"has rank {rank}; adapter_config.json (r and rank_pattern) gives {trained} rank {expected}"
+        matching.report.fail("ranks", shown(a.sent_as), message, _CONFIG_FIX)
+    return rank == expected
 
 
-def _why_no_site(module: str, spec: BaseSpec) -> str:
-    if module in spec.module_names:
-        return f"adapts {shown(module)}, which the base has, but only the decoder's projections are served yet"
-    layer = _LAYER.match(module)
-    if layer and int(layer[1]) >= spec.num_layers:
-        return f"adapts layer {layer[1]}; the base has {spec.num_layers} layers, numbered from 0"
-    return f"adapts {shown(module)}, which the base does not have"
+def _check_extra(
+    tensor: AdapterTensor | None, is_set: bool, part: str, field: str, size: int, matching: Matching, module: str
+) -> bool:
+    """True if a vector beside A and B is there exactly if the config says so, and of the right size."""
+    if tensor is None:
+        if is_set:
+            matching.report.fail("tensors", f"{module}.{part}", f"is missing, and {field} is true", _AGAIN)
+        return not is_set
+    if not is_set:
+        matching.report.fail("tensors", shown(tensor.source.sent_as), f"is there, and {field} is not true", _CONFIG_FIX)
+        return False
+    return matching.has_shape(tensor.source, (size,), module)
 
 
-def _check_shapes(site: Site, a: TensorEntry, b: TensorEntry, limits: Limits, report: Report) -> bool:
-    """True if both tensors fit the projection, each other and the limits."""
-    problems: list[tuple[str | None, str]] = [
-        (shown(entry.name), f"has dtype {entry.dtype}; served are {', '.join(SERVED_DTYPES)}")
-        for entry in (a, b)
-        if entry.dtype not in SERVED_DTYPES
-    ]
-    if len(a.shape) != 2 or a.shape[1] != site.in_features:
-        problems.append((shown(a.name), f"has shape {list(a.shape)}; {site.module} needs [rank, {site.in_features}]"))
-    if len(b.shape) != 2 or b.shape[0] != site.out_features:
-        problems.append((shown(b.name), f"has shape {list(b.shape)}; {site.module} needs [{site.out_features}, rank]"))
-    if len(a.shape) == len(b.shape) == 2:
-        rank = a.shape[0]
-        if rank != b.shape[1]:
-            problems.append(
-                (shown(b.name), f"has rank {b.shape[1]} (shape {list(b.shape)}), its lora_A rank {rank} ({list(a.shape)})")
-            )
-        if rank > limits.max_rank:
-            problems.append((shown(a.name), f"has rank {rank}, more than the {limits.max_rank} allowed"))
-        if rank == 0:
-            problems.append((shown(a.name), "has rank 0"))
-    report.fail_each("shapes", problems)
-    return not problems
+def check_pair_without_config(site: Site, tensors: ModuleTensors, checks: ShapeChecks) -> None:
+    """The findings about A and B that need no config, for an upload whose config is of no use."""
+    a, b = tensors.take("lora_A"), tensors.take("lora_B")
+    if a is not None and b is not None:
+        checks.have_one_rank(a.source, b.source, site.in_features, site.out_features, site.module)
+    elif a is not None or b is not None:
+        missing, found = ("lora_A", "lora_B") if a is None else ("lora_B", "lora_A")
+        checks.report.fail("tensors", f"{site.module}.{missing}.weight", f"is missing, its {found} is there", _AGAIN)
 
 
-def _check_rank(site: Site, a: TensorEntry, config: PeftConfig, report: Report) -> bool:
-    expected = config.rank_of(site.module)
-    if a.shape[0] == expected:
-        return True
-    message = f"has rank {a.shape[0]}; adapter_config.json (r and rank_pattern) gives {site.module} rank {expected}"
-    report.fail("ranks", shown(a.name), message)
-    return False
+def check_selection(adapted: Iterable[tuple[str, str]], projections: Iterable[str], matching: Matching) -> None:
+    """Hold the modules that have LoRA, as (module, trained module), against those the config selects.
 
-
-def _check_selection(adapted: set[str], config: PeftConfig, spec: BaseSpec, report: Report) -> None:
-    """Hold the modules that have tensors against those the config selects."""
-    known = {site.module for site in spec.sites}
-    unselected = [module for module in sorted(adapted & known) if not config.selects(module)]
+    ``projections`` are the base's, by the names that the config knows them by.
+    """
+    config, spec, report = matching.config, matching.spec, matching.report
+    tied = (EMBEDDING_MODULE, HEAD_MODULE) if spec.is_tied and config.ties_targets() else ()
+    pairs = sorted(adapted)
+    unselected = [module for module, trained in pairs if module not in tied and not config.selects(trained)]
     problems: list[tuple[str | None, str]] = [
         (shown(module), "has tensors, but the config does not select it: PEFT would not apply them") for module in unselected
     ]
     fix = "make target_modules, layers_to_transform and exclude_modules select it, or remove its tensors"
     report.fail_each("modules", problems, fix)
-    candidates = known | {"lm_head", "model.embed_tokens"}
-    absent = [module for module in sorted(candidates - adapted) if config.selects(module)]
+    candidates = {*projections} | {HEAD_MODULE, EMBEDDING_MODULE}
+    absent = [module for module in sorted(candidates - {name for pair in pairs for name in pair}) if config.selects(module)]
     if absent:
         names = ", ".join(absent[:5]) + (", …" if len(absent) > 5 else "")
         message = f"{len(absent)} modules that the config selects have no tensors and stay as in the base: {names}"

@@ -2,13 +2,15 @@
 
 The file holds one uint8 tensor, ``rows``, and in its metadata the index, the key and the sha256 of index and rows. Rows follow each
 other in layer → projection order (per site: the rows of A, the rows of B transposed, the output scale, the bias), each padded to a
-multiple of `ROW_ALIGNMENT`, so that loading is one read and one copy per device page.
+multiple of `ROW_ALIGNMENT`, so that loading is one read and one copy per device page. Behind them lie the tensors that an adapter
+brings whole (`wholes.py`), each from a multiple of `ROW_ALIGNMENT` on, which go to a memory of their own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -35,6 +37,10 @@ _PART_BYTES = 1 << 20
 
 ABSENT = -1
 
+WholeTypeName = Literal["bfloat16", "float32", "int64"]
+
+WHOLE_ELEMENT_BYTES: dict[WholeTypeName, int] = {"bfloat16": 2, "float32": 4, "int64": 8}
+
 _UNREADABLE = (OSError, ValueError)  # what msgspec raises is a ValueError
 
 
@@ -50,6 +56,20 @@ class PackedSite:
     bias_row: int
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWhole:
+    """A tensor that an adapter brings whole: ``name`` is one of `wholes.py`, its elements lie in order, little-endian."""
+
+    name: str
+    dtype: WholeTypeName
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements, without padding."""
+        return math.prod(self.shape) * WHOLE_ELEMENT_BYTES[self.dtype]
+
+
 @dataclass(frozen=True)
 class PackedIndex:
     """What lies where in ``rows``. ``row_runs`` lists (number of rows, bytes of each) in file order."""
@@ -60,6 +80,7 @@ class PackedIndex:
     row_type: RowTypeName
     sites: tuple[PackedSite, ...]
     row_runs: tuple[tuple[int, int], ...]
+    wholes: tuple[PackedWhole, ...] = ()
 
     @cached_property
     def row_bytes(self) -> npt.NDArray[np.int64]:
@@ -79,9 +100,28 @@ class PackedIndex:
         return sum(count for count, _ in self.row_runs)
 
     @cached_property
-    def num_bytes(self) -> int:
-        """Length of ``rows``."""
+    def num_row_bytes(self) -> int:
+        """Bytes of all rows together: what goes into pages."""
         return sum(count * size for count, size in self.row_runs)
+
+    @cached_property
+    def whole_starts(self) -> tuple[int, ...]:
+        """Where in ``rows`` each of the ``wholes`` begins."""
+        starts, start = [], self.num_row_bytes
+        for whole in self.wholes:
+            starts.append(start)
+            start += -(-whole.num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return tuple(starts)
+
+    @cached_property
+    def num_whole_bytes(self) -> int:
+        """Bytes of all wholes together, padding included: what they take of their memory."""
+        return sum(-(-whole.num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT for whole in self.wholes)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Length of ``rows``, the wholes behind them included."""
+        return self.num_row_bytes + self.num_whole_bytes
 
 
 Expect: TypeAlias = Callable[[PackedIndex], Callable[[npt.NDArray[np.uint8]], None]]

@@ -1,94 +1,36 @@
 """PEFT's `adapter_config.json`, read as what it does to the output. Fields we do not serve are refused, never ignored.
 
-Every field of PEFT's `LoraConfig` stands in exactly one of the tables below (a test walks them); a field in none of them is refused
-when it is set. Patterns and module selection follow PEFT's own matching (`peft.utils.other.get_pattern_key`,
-`peft.tuners.tuners_utils.check_target_module_exists`).
+Patterns and module selection follow PEFT's own matching (`peft.utils.other.get_pattern_key`,
+`peft.tuners.tuners_utils.check_target_module_exists`, `peft.utils.other._set_trainable`).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
+from graftwork_adapters.config_fields import FieldReader, refuse_unserved
 from graftwork_adapters.errors import PatternTooSlow
 from graftwork_adapters.pattern_budget import Pattern, PatternBudget
 from graftwork_adapters.report import Report
 from graftwork_adapters.safetensors_header import shown
 
-SERVED_FIELDS = frozenset(
-    {
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "init_lora_weights",
-        "base_model_name_or_path",
-    }
-)
+EMBEDDING_MODULE = "model.embed_tokens"
+HEAD_MODULE = "lm_head"
 
-IGNORED_FIELDS = MappingProxyType(
-    {
-        "auto_mapping": "tells PEFT which Python class to load the base with",
-        "peft_version": "names the writer",
-        "revision": "names the base's revision; the tensors' shapes are checked instead",
-        "inference_mode": "says whether training goes on",
-        "lora_dropout": "acts in training only",
-        "runtime_config": "says where PEFT computes",
-        "eva_config": "says how A began",
-        "qalora_group_size": "is read only with use_qalora, which is refused",
-    }
-)
-"""Fields that cannot change the output, and why."""
-
-REFUSED_UNLESS: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "peft_type": ("LORA",),
-        "task_type": ("CAUSAL_LM",),
-        "fan_in_fan_out": (False,),
-        "bias": ("none",),
-        "modules_to_save": ([],),
-        "megatron_config": ({},),
-        "megatron_core": ("megatron.core",),
-        "trainable_token_indices": ([], {}),
-        "loftq_config": ({},),
-        "corda_config": ({},),
-        "lora_ga_config": ({},),
-        "use_dora": (False,),
-        "velora_config": ({},),
-        "alora_invocation_tokens": (),
-        "use_qalora": (False,),
-        "monteclora_config": ({},),
-        "layer_replication": ([],),
-        "lora_bias": (False,),
-        "target_parameters": ([],),
-        "use_bdlora": (False,),
-        "arrow_config": ({},),
-        "kasa_config": ({},),
-        "ensure_weight_tying": (False,),
-    }
-)
-"""Fields not served, and the values beside null at which they ask for nothing."""
-
-_HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
+BIAS_KINDS = ("none", "all", "lora_only")
 
 _DEFAULT_TARGETS = ("q_proj", "v_proj")  # PEFT's own for the llama, qwen2 and qwen3 families
 _ALL_LINEAR = "all-linear"
-_MAX_ALPHA = 1e30
+_VOCABULARY_NAMES = ("embed_tokens", "lm_head")
 
 # PEFT's own expressions around what a config holds.
 _PATTERN_KEY = r"(.*\.)?({})$"
 _LAYERS_PATTERN = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
+_SAVED_MODULE = r"(^|.*\.){}($|\..*)"
+_LITERAL = re.compile(r"\w+(\.\w+)*")  # a name of a module: its dots are dots, though PEFT takes it for an expression
 _ANY_LAYER = Pattern("layers_to_transform", r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
 _T = TypeVar("_T")
@@ -98,7 +40,9 @@ _T = TypeVar("_T")
 class PeftConfig:
     """The part of `adapter_config.json` that decides the output.
 
-    Patterns run within ``budget``: what matches modules may raise `PatternTooSlow`.
+    ``token_indices`` are the trainable tokens by the name of the module, as the config has it, in the config's order. Patterns run
+    within ``budget``: what matches modules may raise `PatternTooSlow`. ``saved_patterns`` are those of ``modules_to_save`` that are
+    more than names.
     """
 
     r: int
@@ -111,6 +55,15 @@ class PeftConfig:
     layers_to_transform: frozenset[int]
     layers_pattern: tuple[Pattern, ...]
     base_name: str | None
+    bias: str
+    lora_bias: bool
+    use_dora: bool
+    has_velora: bool
+    modules_to_save: frozenset[str]
+    saved_patterns: tuple[Pattern, ...]
+    token_indices: tuple[tuple[str, tuple[int, ...]], ...]
+    invocation_token_ids: tuple[int, ...]
+    ensure_weight_tying: bool
     budget: PatternBudget = field(compare=False, repr=False)
 
     def rank_of(self, module: str) -> int:
@@ -128,13 +81,43 @@ class PeftConfig:
                 return False
         elif _is_listed(self.exclude_modules, module):
             return False
+        if self._is_in_saved(module):
+            return False
         if isinstance(self.target_modules, Pattern):
             if self.target_modules.regex.lower() == _ALL_LINEAR:
-                return module not in ("lm_head", "model.embed_tokens")
+                return module not in (HEAD_MODULE, EMBEDDING_MODULE)
             return self.budget.first_match([self.target_modules], module, full=True) is not None
         if module in self.target_modules:
             return True
         return _is_listed(self.target_modules, module) and self._selects_layer(module)
+
+    def saves(self, module: str) -> bool:
+        """True if PEFT would train ``module`` whole: it or a module around it ends like a name in ``modules_to_save``."""
+        parts = module.split(".")
+        around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        return any(path[start:] in self.modules_to_save for path in around for start in range(len(path) + 1))
+
+    @property
+    def ties_saved(self) -> bool:
+        """True if PEFT makes one of the embedding and the head of a tied base where both are saved whole."""
+        return self.ensure_weight_tying and any(name.rpartition(".")[2] in _VOCABULARY_NAMES for name in self.modules_to_save)
+
+    def ties_targets(self) -> bool:
+        """True if PEFT gives the embedding and the head of a tied base one and the same LoRA."""
+        if not self.ensure_weight_tying or self.ties_saved:
+            return False
+        if isinstance(self.target_modules, Pattern):
+            targets = self.target_modules
+            return any(self.budget.first_match([targets], name, full=True) for name in _VOCABULARY_NAMES)
+        return any(name.rpartition(".")[2] in _VOCABULARY_NAMES for name in self.target_modules)
+
+    def _is_in_saved(self, module: str) -> bool:
+        """True if some part of the path, from one dot to another, is named in ``modules_to_save``."""
+        parts = module.split(".")
+        runs = (".".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1))
+        if self.modules_to_save and any(run in self.modules_to_save for run in runs):
+            return True
+        return bool(self.saved_patterns) and self.budget.first_match(self.saved_patterns, module) is not None
 
     def _selects_layer(self, module: str) -> bool:
         if not self.layers_to_transform:
@@ -147,28 +130,37 @@ class PeftConfig:
         return default if found is None else patterns[found[0]][1]
 
 
-def read_peft_config(path: Path, report: Report, max_bytes: int, pattern_seconds: float) -> PeftConfig | None:
-    """Read ``path``, adding a finding for every field that is malformed or not served.
+def read_peft_config(raw: Mapping[str, object], report: Report, pattern_seconds: float) -> PeftConfig | None:
+    """Read a config's fields, adding a finding for every one that is malformed or not served.
 
     Returns what the served fields say, so that the tensors can be checked against it even where another field was refused; None
     where they say nothing usable.
     """
-    raw = _read_object(path, report, max_bytes)
-    if raw is None:
-        return None
-    _refuse_unserved(raw, report)
-    reader = _FieldReader(raw, report)
+    refuse_unserved(raw, report)
+    reader = FieldReader(raw, report)
+    saved = reader.strings("modules_to_save", raw.get("modules_to_save"))
     config = PeftConfig(
         r=reader.rank("r", raw.get("r", 8)),
         lora_alpha=reader.number("lora_alpha", raw.get("lora_alpha", 8)),
         use_rslora=reader.flag("use_rslora"),
-        rank_pattern=tuple((key, reader.rank(key.field, value)) for key, value in reader.pattern("rank_pattern")),
-        alpha_pattern=tuple((key, reader.number(key.field, value)) for key, value in reader.pattern("alpha_pattern")),
+        rank_pattern=tuple((key, reader.rank(key.field, value)) for key, value in reader.pattern("rank_pattern", _PATTERN_KEY)),
+        alpha_pattern=tuple((key, reader.number(key.field, value)) for key, value in reader.pattern("alpha_pattern", _PATTERN_KEY)),
         target_modules=reader.modules("target_modules", _DEFAULT_TARGETS),
         exclude_modules=reader.modules("exclude_modules", ()),
         layers_to_transform=reader.layers("layers_to_transform"),
-        layers_pattern=reader.layer_patterns("layers_pattern"),
+        layers_pattern=reader.layer_patterns("layers_pattern", _LAYERS_PATTERN),
         base_name=reader.text("base_model_name_or_path"),
+        bias=reader.choice("bias", BIAS_KINDS),
+        lora_bias=reader.flag("lora_bias"),
+        use_dora=reader.flag("use_dora"),
+        has_velora=bool(raw.get("velora_config")),
+        modules_to_save=frozenset(saved),
+        saved_patterns=tuple(
+            Pattern(f"modules_to_save[{shown(name)}]", _SAVED_MODULE.format(name)) for name in saved if not _LITERAL.fullmatch(name)
+        ),
+        token_indices=_read_token_indices(raw, reader),
+        invocation_token_ids=_read_invocation(raw, reader),
+        ensure_weight_tying=reader.flag("ensure_weight_tying"),
         budget=PatternBudget(pattern_seconds),
     )
     _check_combinations(config, raw, reader)
@@ -179,7 +171,7 @@ def read_peft_config(path: Path, report: Report, max_bytes: int, pattern_seconds
         return None
     if reader.failed:
         return None
-    report.passed("config", "adapter_config.json is readable", path.name)
+    report.passed("config", "adapter_config.json is readable", "adapter_config.json")
     return config
 
 
@@ -195,145 +187,77 @@ def _is_listed(names: frozenset[str], module: str) -> bool:
     return any(".".join(parts[start:]) in names for start in range(len(parts)))
 
 
-def _read_object(path: Path, report: Report, max_bytes: int) -> dict[str, object] | None:
-    if path.stat().st_size > max_bytes:
-        report.fail("config", path.name, f"has {path.stat().st_size} bytes, more than the {max_bytes} allowed")
-        return None
-    try:
-        raw = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        report.fail("config", path.name, f"is not valid JSON: {shown(str(error))}", "save the adapter again with save_pretrained")
-        return None
-    if not isinstance(raw, dict):
-        report.fail("config", path.name, "is not a JSON object", "save the adapter again with save_pretrained")
-        return None
-    return raw
+def _read_token_indices(raw: Mapping[str, object], reader: FieldReader) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    value, name = raw.get("trainable_token_indices"), "trainable_token_indices"
+    if value is None or value == [] or value == {}:
+        return ()
+    found = value if isinstance(value, dict) else {EMBEDDING_MODULE: value}
+    indices = tuple((module, reader.token_ids(f"{name}[{shown(module)}]", ids)) for module, ids in found.items())
+    for module, ids in indices:
+        if len(set(ids)) != len(ids):
+            reader.fail(f"{name}[{shown(module)}]", "lists a token more than once, so that its row is not defined", "list it once")
+    return indices
 
 
-def _refuse_unserved(raw: dict[str, object], report: Report) -> None:
-    """A finding for every field that is set and not served; afterwards nothing that could change the output is left unread."""
-    if raw.get("peft_type") is None:
-        report.fail("config", "peft_type", "is missing; only LORA is served")
-    for name, value in raw.items():
-        if name in SERVED_FIELDS or name in IGNORED_FIELDS or value is None:
-            continue
-        if name in REFUSED_UNLESS:
-            neutral = REFUSED_UNLESS[name]
-            if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
-                wanted = " or ".join(json.dumps(allowed) for allowed in (*neutral, None))
-                report.fail("config", name, f"is {_brief(value)}; served is {wanted}", "train or convert the adapter without it")
-        elif not (value is False or (isinstance(value, str | list | dict) and not value)):
-            report.fail(
-                "config", shown(name), f"is {_brief(value)}, and this field is not known here", "remove it if it has no effect"
-            )
-    init = raw.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
-        fix = "save it with path_initial_model_for_weight_conversion, which turns it into plain LoRA"
-        report.fail("config", "init_lora_weights", f"is {_brief(init)}, which changes the base's weights as well", fix)
-    elif not (init is None or isinstance(init, bool) or (isinstance(init, str) and init.lower() in _HARMLESS_INITS)):
-        report.fail("config", "init_lora_weights", f"is {_brief(init)}, and this initialisation is not known here")
+def _read_invocation(raw: Mapping[str, object], reader: FieldReader) -> tuple[int, ...]:
+    value, name = raw.get("alora_invocation_tokens"), "alora_invocation_tokens"
+    if value is None:
+        return ()
+    ids = reader.token_ids(name, value)
+    if not ids and isinstance(value, list) and not value:
+        reader.fail(name, "is empty, so the adapter has no place where it begins", "set it to the tokens trained with, or to null")
+    return ids
 
 
-def _check_combinations(config: PeftConfig, raw: dict[str, object], reader: _FieldReader) -> None:
-    """What PEFT itself refuses to load."""
+def _check_combinations(config: PeftConfig, raw: Mapping[str, object], reader: FieldReader) -> None:
+    """What PEFT itself refuses to load, or serves as something else than it says."""
     if isinstance(config.target_modules, Pattern):
         for name in ("layers_to_transform", "layers_pattern"):
             if raw.get(name) is not None:
-                reader.fail(name, "cannot be used when target_modules is a string")
+                reader.fail(name, "cannot be used when target_modules is a string", "set it to null")
     elif config.layers_pattern and raw.get("layers_to_transform") is None:
-        reader.fail("layers_pattern", "needs layers_to_transform")
+        reader.fail("layers_pattern", "needs layers_to_transform", "set both or neither")
+    if config.lora_bias and config.use_dora:
+        reader.fail("lora_bias", "cannot be used with use_dora: PEFT does not load such an adapter", "train with one of them")
+    variants = [
+        name
+        for name, is_set in (
+            ("use_dora", config.use_dora),
+            ("alora_invocation_tokens", bool(config.invocation_token_ids)),
+            ("velora_config", config.has_velora),
+            ("init_lora_weights", raw.get("init_lora_weights") == "mica"),
+        )
+        if is_set
+    ]
+    if len(variants) > 1:
+        message = f"cannot be used with {variants[0]}: PEFT does not load such an adapter"
+        reader.fail(variants[1], message, "train with one of them")
+    if config.invocation_token_ids:
+        _check_activated(config, raw, reader)
 
 
-def _check_patterns(config: PeftConfig, reader: _FieldReader) -> None:
+def _check_activated(config: PeftConfig, raw: Mapping[str, object], reader: FieldReader) -> None:
+    """An activated adapter begins in the middle of a prompt; what PEFT applies from the first token on cannot be served."""
+    if raw.get("task_type") != "CAUSAL_LM":
+        message = "must be CAUSAL_LM with alora_invocation_tokens: without it PEFT never activates the adapter"
+        reader.fail("task_type", message, "set it to CAUSAL_LM")
+    for name, is_set in (
+        ("modules_to_save", bool(config.modules_to_save)),
+        ("trainable_token_indices", bool(config.token_indices)),
+        ("bias", config.bias != "none"),
+    ):
+        if is_set:
+            message = "cannot be used with alora_invocation_tokens: it would act on tokens before the invocation as well"
+            reader.fail(name, message, "train the activated adapter without it")
+
+
+def _check_patterns(config: PeftConfig, reader: FieldReader) -> None:
     """A finding for every pattern that is not a regular expression. Raises `PatternTooSlow`."""
     modules = [value for value in (config.target_modules, config.exclude_modules) if isinstance(value, Pattern)]
     keys = [key for key, _ in (*config.rank_pattern, *config.alpha_pattern)]
-    for pattern in (*modules, *keys, *config.layers_pattern):
+    for pattern in (*modules, *keys, *config.layers_pattern, *config.saved_patterns):
         try:
             config.budget.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            reader.fail(pattern.field, f"is not a regular expression: {shown(str(error))}")
-
-
-def _brief(value: object) -> str:
-    return shown(json.dumps(value))
-
-
-class _FieldReader:
-    """Reads typed fields out of a config; what is malformed becomes a finding and a harmless stand-in."""
-
-    def __init__(self, raw: dict[str, object], report: Report) -> None:
-        self._raw = raw
-        self._report = report
-        self.failed = False
-
-    def fail(self, name: str, message: str) -> None:
-        self._report.fail("config", name, message)
-        self.failed = True
-
-    def rank(self, name: str, value: object) -> int:
-        if type(value) is int and 0 < value < 1 << 31:
-            return value
-        self.fail(name, f"is {_brief(value)}, not a positive whole number")
-        return 1
-
-    def number(self, name: str, value: object) -> float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_ALPHA:
-            return float(value)
-        self.fail(name, f"is {_brief(value)}, not a number between -{_MAX_ALPHA:g} and {_MAX_ALPHA:g}")
-        return 1.0
-
-    def flag(self, name: str) -> bool:
-        value = self._raw.get(name, False)
-        if value is None or isinstance(value, bool):
-            return bool(value)
-        self.fail(name, f"is {_brief(value)}, not true or false")
-        return False
-
-    def text(self, name: str) -> str | None:
-        value = self._raw.get(name)
-        if value is None or isinstance(value, str):
-            return value
-        self.fail(name, f"is {_brief(value)}, not a string")
-        return None
-
-    def pattern(self, name: str) -> list[tuple[Pattern, object]]:
-        value = self._raw.get(name)
-        if value is None:
-            return []
-        if isinstance(value, dict):
-            return [(Pattern(f"{name}[{shown(key)}]", _PATTERN_KEY.format(key)), item) for key, item in value.items()]
-        self.fail(name, f"is {_brief(value)}, not an object")
-        return []
-
-    def modules(self, name: str, default: tuple[str, ...]) -> frozenset[str] | Pattern:
-        """A list of names, or, where PEFT takes it for one, a regular expression."""
-        value = self._raw.get(name)
-        if value is None:
-            return frozenset(default)
-        if isinstance(value, str):
-            return Pattern(name, value)
-        return frozenset(self._strings(name, value))
-
-    def layer_patterns(self, name: str) -> tuple[Pattern, ...]:
-        value = self._raw.get(name)
-        if not value:
-            return ()
-        names = (value,) if isinstance(value, str) else self._strings(name, value)
-        return tuple(Pattern(f"{name}[{shown(item)}]", _LAYERS_PATTERN.format(item)) for item in names)
-
-    def layers(self, name: str) -> frozenset[int]:
-        value = self._raw.get(name)
-        if value is None:
-            return frozenset()
-        items = value if isinstance(value, list) else [value]
-        if all(type(item) is int for item in items):
-            return frozenset(items)
-        self.fail(name, f"is {_brief(value)}, not a layer number or a list of them")
-        return frozenset()
-
-    def _strings(self, name: str, value: object) -> tuple[str, ...]:
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        self.fail(name, f"is {_brief(value)}, not a string or a list of strings")
-        return ()
+            message = f"is not a regular expression: {shown(str(error))}"
+            reader.fail(pattern.field, message, "write it as Python's re module reads it, or list modules by name")

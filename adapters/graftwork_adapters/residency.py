@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -25,6 +25,7 @@ from graftwork_adapters.page_table import Extent, PageLayout, Placement
 from graftwork_adapters.residency_books import ResidencyBooks
 from graftwork_adapters.residency_entry import Entry, HostState
 from graftwork_adapters.residency_loads import Fetched, Loads
+from graftwork_adapters.wholes import WholeFacts
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +43,7 @@ class AdapterResidency:
 
     A holder keeps the host copy only until the device has one. Device memory goes to those that asked for it, first come first
     served among those that the host has, or is reading while nobody waits for room; so does host memory, in the order in which
-    loads began. ``base_id``, where given, is checked against every adapter: rows made for another base do not fit this one's
-    projections.
+    loads began. ``base_id``, where given, is checked against every adapter: what was made for another base does not fit this one.
     """
 
     def __init__(
@@ -142,6 +142,11 @@ class AdapterResidency:
         """True while only device references of others keep the adapter from the device."""
         return key in self._copy_queue and not self._room.protected
 
+    def wholes(self, index: int) -> WholeFacts | None:
+        """What an adapter that has a device reference brings whole; None if that is nothing."""
+        brought = self._pool.wholes.get(index)
+        return None if brought is None else brought.facts
+
     def failure(self, key: str) -> LoadFailure | None:
         """Why loading failed, until the last holder has dropped the key or, once this was asked, a new one tries again.
 
@@ -202,7 +207,7 @@ class AdapterResidency:
     # To the host.
 
     def _claim_host(self, entry: Entry) -> None:
-        """Bring the adapter to the host and keep it there, if a holder needs that."""
+        """Bring the adapter to the host and keep it there, if a holder needs that. What brings wholes is placed by its index."""
         if not entry.holds or entry.placement is not None or entry.failure is not None or entry.host is not HostState.UNCLAIMED:
             return
         if entry.key in self._host:
@@ -212,7 +217,7 @@ class AdapterResidency:
             return
         self._num_loads += 1
         entry.arrival = next(self._arrivals)
-        num_bytes = self._fetcher.cached_bytes(entry.key)
+        num_bytes = None if self._fetcher.brings_wholes(entry.key) else self._fetcher.cached_bytes(entry.key)
         if num_bytes is not None and not self._read_queue and self._host.reserve(entry.key, num_bytes):
             direct = self._begin_read(entry, self._pool.most_needed(num_bytes))
             self._loads.load(entry.key, num_bytes, direct, partial(self._take_in_load, entry))
@@ -242,10 +247,9 @@ class AdapterResidency:
         self._settle(entry)
 
     def _abandon(self, entry: Entry) -> None:
-        index, _ = entry.take_fetched()
         entry.host = HostState.UNCLAIMED
         self._num_abandoning += 1
-        self._loads.abandon(index, self._take_in_abandon)
+        self._loads.abandon(entry.take_fetched()[0], self._take_in_abandon)
 
     def _take_in_abandon(self, future: Future[None]) -> None:
         self._num_abandoning -= 1
@@ -261,8 +265,7 @@ class AdapterResidency:
                 return  # those behind it wait too, or small adapters could keep a large one out for ever
             self._read_queue.pop(0)
             direct = self._begin_read(entry, layout.extent)
-            take_in, lost = partial(self._take_in_read, entry), partial(self._end_direct, entry)
-            self._loads.read((index, layout), direct, take_in, lost)
+            self._loads.read((index, layout), direct, partial(self._take_in_read, entry), partial(self._end_direct, entry))
             self._place_early(entry)
 
     def _begin_read(self, entry: Entry, extent: Extent) -> DirectCopy:
@@ -352,7 +355,7 @@ class AdapterResidency:
             entry.wanted = False
             entry.placement = placement
             entry.copying = True
-            job = partial(self._copy, self._room.take_stale(), placement, copy)
+            job = partial(self._write, placement, copy, self._room.take_stale())
             self._background.start(self._copies, job, partial(self._take_in_copy, entry))
             self._settle(entry)
 
@@ -363,20 +366,17 @@ class AdapterResidency:
         self._claim_host(entry)
         self._settle(entry)
 
-    def _copy(self, stale_indices: list[int], placement: Placement, copy: HostCopy) -> None:  # on the copy thread
-        self._pool.clear(stale_indices)
-        self._write(placement, copy)
-
-    def _write(self, placement: Placement, copy: HostCopy) -> None:
+    def _write(self, placement: Placement, copy: HostCopy, stale_indices: Sequence[int] = ()) -> None:  # on the copy thread
+        if stale_indices:
+            self._pool.clear(stale_indices)
         self._pool.write(placement, copy.layout, copy.adapter)
 
     def _take_in_copy(self, entry: Entry, future: Future[None]) -> None:
-        error = future.exception()
         self._num_copies += 1
         entry.copying = False
         entry.fresh = entry.holds > 0
         self._unclaim_host(entry)
-        if error is not None:
+        if (error := future.exception()) is not None:
             self._room.give_back(entry)
             self._fail(entry, error)
         self._settle(entry)

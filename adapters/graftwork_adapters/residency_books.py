@@ -30,6 +30,8 @@ class ResidencyBooks:
             "adapter_host_capacity_bytes": self.host.capacity_bytes,
             "adapter_device_bytes": self.pool.used_bytes,
             "adapter_device_capacity_bytes": self.pool.capacity_bytes,
+            "adapter_whole_bytes": self.pool.used_whole_bytes,
+            "adapter_whole_capacity_bytes": self.pool.whole_capacity_bytes,
             "adapters_on_host": len(self.host),
             "adapters_on_device": sum(e.is_resident for e in entries),
             "adapters_loading": sum(e.host in (HostState.FETCHING, HostState.FETCHED, HostState.READING) for e in entries),
@@ -57,9 +59,13 @@ class ResidencyBooks:
         found += self.host.discrepancies()
         placements = {key: e.placement for key, e in entries.items() if e.placement}
         found += self.pool.discrepancies(placements, [key for key in placements if entries[key].is_resident])
-        idle_pages = sum(len(placements[key].pages) for key in self.room.idle if key in placements)
-        if idle_pages != self.room.idle_pages:
-            found.append(f"evictable pages: {self.room.idle_pages} booked, {idle_pages} counted")
+        idle = [placements[key] for key in self.room.idle if key in placements]
+        for what, booked, counted in (
+            ("evictable pages", self.room.idle_pages, sum(len(place.pages) for place in idle)),
+            ("evictable bytes of wholes", self.room.idle_whole_bytes, sum(place.num_whole_bytes for place in idle)),
+        ):
+            if booked != counted:
+                found.append(f"{what}: {booked} booked, {counted} counted")
         return found
 
     def _derived(self) -> Iterator[tuple[str, set[str], set[str]]]:

@@ -77,7 +77,9 @@ def read_header(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> Safeten
 
 
 def shown(name: str) -> str:
-    """A tensor's or field's name as a finding may carry it: printable and not longer than a line."""
+    """A tensor's or field's name as a finding may carry it: printable, not empty and not longer than a line."""
+    if not name:
+        return "''"
     brief = name if len(name) <= 200 else f"{name[:197]}..."
     return "".join(c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in brief)
 

@@ -18,6 +18,9 @@ from graftwork_adapters.fetcher import Fetcher
 from graftwork_adapters.pack import longest_row_bytes
 from graftwork_adapters.residency import AdapterResidency
 from graftwork_adapters.stores import open_store
+from graftwork_adapters.whole_checks import weight_sites, whole_shapes
+from graftwork_adapters.whole_memory import DeviceWholes, WholeLimits
+from graftwork_adapters.wholes import WholeFacts
 from graftwork_engine.ahead import AheadCore
 from graftwork_engine.config import EngineConfig
 from graftwork_engine.core import EngineCore
@@ -41,8 +44,10 @@ from graftwork_engine.model.llama import Llama
 from graftwork_engine.model.loader import load_weights
 from graftwork_engine.model.registry import build_model
 from graftwork_engine.runner import ModelRunner
+from graftwork_engine.sampler import SCORED_ROWS_AT_ONCE
+from graftwork_engine.sched.limits import SchedulerLimits
 from graftwork_engine.sched.plan import AdapterFailure, AdapterGate
-from graftwork_engine.sched.scheduler import Scheduler, SchedulerLimits
+from graftwork_engine.sched.scheduler import Scheduler
 from graftwork_engine.warm_up import GREEDIEST, StepLimits, warm_up
 from graftwork_kernels.layout import AdapterMemory, empty_adapter_memory
 from graftwork_kernels.ops import Operators
@@ -52,6 +57,9 @@ logger = logging.getLogger(__name__)
 MAX_KV_ROUNDS = 4
 """Without a size given, KV memory holds at most this many times what all running requests of the greatest length need: what is
 beyond one serves prefixes, and on a small model a share of all memory would be millions of blocks."""
+
+_LOGIT_COPIES = 3
+"""What a step takes beside the largest that is tried at start, if adapters have heads of their own: its logits so many times."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -108,6 +116,10 @@ class NoAdapters:
     def release(self, key: str) -> None:
         """Never called: nothing is acquired."""
 
+    def wholes(self, index: int) -> WholeFacts | None:  # noqa: ARG002 - the protocol's
+        """Never asked: nothing is acquired."""
+        return None
+
     def needs_room(self, key: str) -> bool:  # noqa: ARG002 - the protocol's
         """Room would not help."""
         return False
@@ -153,6 +165,7 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     started = time.monotonic()
     with _fitting("the base model", place.device, "choose a smaller base, or a device with more memory"):
         model = build_model(model_config, max_model_len, place)
+        num_elements = sum(tensor.numel() for _, tensor in model.destinations())  # before they are laid out for operators
         load_weights(model, model_dir)
         _prepare(model, kernels, ops)
     logger.info("%s: %s in %s, loaded in %.1f s", spec.name, spec.architecture, config.dtype, time.monotonic() - started)
@@ -164,8 +177,11 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
     memory = empty_adapter_memory(model_config.num_sites, place.device) if residency is None else AdapterMemory(*residency.memory)
     with _fitting("what the largest step takes for a time", place.device, "lower max_num_batched_tokens or max_num_seqs"):
         reserved = device.peak_bytes(lambda: _largest_step(model, memory, ops, device, steps))
+    if reserved and pool is not None:
+        reserved += _LOGIT_COPIES * max(steps.num_requests, SCORED_ROWS_AT_ONCE) * model_config.vocab_size * 4
     kv = _kv_cache(config, model, steps, reserved)
-    room = None if pool is None else adapter_room(pool, spec, config.dtype)
+    head_bytes = model_config.vocab_size * model_config.hidden_size * place.dtype.itemsize
+    room = None if pool is None else adapter_room(pool, spec, config.dtype, head_bytes)
     logger.info("%s", what_fits(kv, max_model_len, room, _left_free(kv, place.device), reserved))
     limits = SchedulerLimits(
         max_num_batched_tokens=steps.num_rows,
@@ -173,11 +189,13 @@ def build_engine(config: EngineConfig, clock: Callable[[], float] = time.monoton
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
         prefill_chunk_size=config.prefill_chunk_size,
+        base_bytes=num_elements * place.dtype.itemsize,
     )
     blocks = KVCacheManager(kv.num_blocks, kv.block_size, spec.base_id, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(limits, blocks, gate, clock)
     with _fitting("what steps take beside the KV memory", place.device, "lower kv_memory_fraction or max_num_seqs"):
-        runner = _runner(model, kv, memory, kernels, device, replace(steps, longest=scheduler.max_request_tokens))
+        steps = replace(steps, longest=scheduler.max_request_tokens)
+        runner = _runner(model, kv, memory, {} if pool is None else pool.wholes, kernels, device, steps)
     return EngineAssembly(
         core=AheadCore(scheduler, runner, gate) if device.is_ahead else EngineCore(scheduler, runner, gate),
         base_id=spec.base_id,
@@ -206,7 +224,15 @@ def _largest_step(model: Llama, memory: AdapterMemory, ops: Operators, device: D
     ModelRunner(model, kv, memory, ops, steps.capacity, io=io).execute(plan)
 
 
-def _runner(model: Llama, kv: KvCache, memory: AdapterMemory, kernels: Kernels, device: Device, steps: StepLimits) -> ModelRunner:
+def _runner(
+    model: Llama,
+    kv: KvCache,
+    memory: AdapterMemory,
+    wholes: Mapping[int, DeviceWholes],
+    kernels: Kernels,
+    device: Device,
+    steps: StepLimits,
+) -> ModelRunner:
     """What executes steps, all of its kernels compiled."""
     started = time.monotonic()
     runner = ModelRunner(
@@ -218,6 +244,7 @@ def _runner(model: Llama, kv: KvCache, memory: AdapterMemory, kernels: Kernels, 
         io=device.step_io(steps.capacity.num_bytes),
         is_ahead=device.is_ahead,
         make_forward=device.make_forward(kernels, steps.capacity),
+        wholes=wholes,
     )
     if device.compiles:
         number = warm_up(runner, steps)
@@ -255,9 +282,12 @@ def _adapter_pool(config: EngineConfig, spec: BaseSpec, device: Device) -> Devic
     """Adapter memory; None without a store."""
     if config.store is None:
         return None
-    longest_row, place = longest_row_bytes(spec, config.dtype), device.place
+    longest_row, place = longest_row_bytes(spec), device.place
     fraction = device.adapter_fraction if config.adapter_memory_fraction is None else config.adapter_memory_fraction
     num_bytes = max(config.adapter_memory_bytes, int(fraction * free_memory(place)) if fraction else 0)
+    whole_bytes = config.adapter_whole_bytes
+    if whole_bytes and device.whole_fraction:
+        whole_bytes = max(whole_bytes, int(device.whole_fraction * free_memory(place)))
     try:
         pool = DevicePool(
             num_bytes,
@@ -266,12 +296,13 @@ def _adapter_pool(config: EngineConfig, spec: BaseSpec, device: Device) -> Devic
             page_bytes=config.adapter_page_bytes,
             max_rank=config.max_adapter_rank,
             widths=[(site.in_features, site.out_features) for site in spec.sites],
+            wholes=WholeLimits(whole_bytes, whole_shapes(spec), weight_sites(spec), DTYPES[config.dtype]),
             device=place,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"adapter memory of {num_bytes} bytes does not fit beside the weights: {free_memory(place)} bytes are free on {place}; "
-            "lower adapter_memory_bytes"
+            f"adapter memory of {num_bytes} bytes, with {whole_bytes} beside it for what adapters bring whole, does not fit beside "
+            f"the weights: {free_memory(place)} bytes are free on {place}; lower adapter_memory_bytes or adapter_whole_bytes"
         ) from error
     if not pool.capacity_bytes:
         raise ConfigError(

@@ -14,23 +14,26 @@ No loop goes over tokens; those over requests only pick attributes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from graftwork_adapters.whole_memory import DeviceWholes
 from graftwork_engine.model.layers import ForwardBatch
-from graftwork_engine.request_table import Entries, RequestTable
+from graftwork_engine.request_table import RequestTable
 from graftwork_engine.row_controls import RowControls
+from graftwork_engine.sampling_arrays import SamplingArrays
 from graftwork_engine.sched.plan import BASE, ScheduledRequest, StepPlan
 from graftwork_engine.step_io import ALIGNMENT, HostIo, StepIo
+from graftwork_engine.whole_rows import NO_WHOLES, StepWholes, WholeRows
 from graftwork_kernels.adapter_batch import AdapterGroups
 from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AttentionBatch, LogitBias, Penalties, SamplingBatch
 from graftwork_kernels.ops import Operators
-from graftwork_kernels.step_arrays import StepArrays
 
 Integers = npt.NDArray[np.int64]
 
@@ -63,7 +66,8 @@ class StepBatch:
     give a token, ``sampling`` says how, in the same order; ``logit_bias`` and ``penalties`` are None in a step where no request has
     any, ``num_top_logprobs`` maps those of the S whose logprobs are wanted to the number of alternatives. The logits of
     ``prompt_rows`` int64 [P] score the prompt tokens ``prompt_targets`` int64 [P], each the one that follows; ``num_scored`` maps
-    the requests they belong to, by place in the plan, to how many of them are theirs.
+    the requests they belong to, by place in the plan, to how many of them are theirs. ``wholes`` has the rows whose adapters bring
+    tensors whole.
     """
 
     num_rows: int
@@ -78,6 +82,7 @@ class StepBatch:
     prompt_rows: Tensor
     prompt_targets: Tensor
     num_scored: dict[int, int]
+    wholes: StepWholes = NO_WHOLES
 
 
 class BatchBuilder:
@@ -85,7 +90,8 @@ class BatchBuilder:
 
     ``whole`` is the batch over all of the memory: whoever records a forward pass over it replays every step, given the step's
     numbers of rows and requests. Beyond those lies what earlier steps left. ``drawn`` int64 [requests], where given, has the tokens
-    that the last step drew, in the order of its ``sample_rows``, by the time that the next one's operators run.
+    that the last step drew, in the order of its ``sample_rows``, by the time that the next one's operators run. ``wholes`` always
+    says what the adapters in ``memory`` bring whole, by index.
     """
 
     def __init__(
@@ -96,12 +102,14 @@ class BatchBuilder:
         capacity: StepCapacity,
         io: StepIo | None = None,
         drawn: Tensor | None = None,
+        wholes: Mapping[int, DeviceWholes] = MappingProxyType({}),
     ) -> None:
         num_rows, num_requests = capacity.num_rows, capacity.num_requests
         self._ops, self._memory, self._block_size, self._capacity = ops, memory, block_size, capacity
         self._io = io = io or HostIo()
         self._drawn = drawn
         self._groups = AdapterGroups(num_rows, io)
+        self._wholes, self._whole_rows = wholes, WholeRows(wholes, io.upload)
         self._token_ids, self._positions, self._kv_slot = (io.array(num_rows, np.int64) for _ in range(3))
         self._query_start = io.array(num_requests + 1, np.int32)
         self._context_len = io.array(num_requests, np.int32)
@@ -154,7 +162,7 @@ class BatchBuilder:
         moved = self._table.seat(scheduled)
         grown = self._table.cover(ends)
         self._context_len[:num_requests] = ends
-        self._write_rows(scheduled, counts, starts, num_rows, length)
+        token_adapter = self._write_rows(scheduled, counts, starts, num_rows, length)
         self._write_sampling(scheduled, ends, moved)
         num_requests += length - num_rows
         self._view(length, num_requests, len(self._drawing))
@@ -164,16 +172,17 @@ class BatchBuilder:
             self._io.send(self._sample_rows)
             if len(grown):
                 self._io.send_entries(self._table.block_table, grown)
-        return self._batch(scheduled, num_rows, int(counts.max()), longest)
+        return self._batch(scheduled, num_rows, int(counts.max()), longest, token_adapter)
 
     def idle(self, length: int) -> StepBatch:
         """A batch of so many rows of requests that have no tokens, before there was any step."""
         self._idle_rows(0, 0, length)
-        self._groups.group(np.full(length, BASE, dtype=np.int32))
+        token_adapter = np.full(length, BASE, dtype=np.int32)
+        self._groups.group(token_adapter)
         self._view(length, length, 0)
         self._table.block_table[:length] = 0
         self._io.send(self._table.block_table[:length])
-        return self._batch([], 0, 1, 1)
+        return self._batch([], 0, 1, 1, token_adapter)
 
     def _check(self, num_rows: int, num_requests: int, longest: int) -> None:
         capacity = self._capacity
@@ -182,8 +191,10 @@ class BatchBuilder:
 
     def _write_rows(
         self, scheduled: Sequence[ScheduledRequest], counts: Integers, starts: Integers, num_rows: int, length: int
-    ) -> None:
-        """What each row of the step is: its token, where it stands in its request, where its keys go, whose adapter it has."""
+    ) -> npt.NDArray[np.int32]:
+        """What each row of the step is: its token, where it stands in its request, where its keys go, and whose adapter it has;
+        that last is returned, int32 [length].
+        """
         num_requests = len(scheduled)
         query_start, columns = self._query_start[: num_requests + 1], self._table.columns[:num_requests]
         place, adapter, adapter_start = self._numbers[:num_requests], columns["adapter"], columns["adapter_start"]
@@ -207,6 +218,7 @@ class BatchBuilder:
             self._idle_rows(num_rows, num_requests, length)
             token_adapter = np.append(token_adapter, np.full(length - num_rows, BASE, dtype=np.int32))
         self._groups.group(token_adapter)
+        return token_adapter
 
     def _idle_rows(self, num_rows: int, num_requests: int, length: int) -> None:
         """Rows behind those of the plan, up to ``length``, each as if of a request that has none."""
@@ -244,28 +256,43 @@ class BatchBuilder:
         if num_drawn != self._draws.number:
             self._draws = self._view_draws(num_drawn)
 
-    def _batch(self, scheduled: Sequence[ScheduledRequest], num_rows: int, max_query_len: int, max_context_len: int) -> StepBatch:
+    def _batch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        num_rows: int,
+        max_query_len: int,
+        max_context_len: int,
+        token_adapter: npt.NDArray[np.int32],
+    ) -> StepBatch:
         views, requests, draws = self._rows, self._requests, self._draws
         attention = AttentionBatch(
             requests.query_start, requests.context_len, requests.block_table, views.kv_slot, max_query_len, max_context_len
         )
-        forward = ForwardBatch(self._ops, views.positions, attention, views.adapters, self._memory)
+        controls = None if not scheduled else self._controls
+        num_scored: dict[int, int] = {}
+        scored_rows = targets = None
+        if controls is not None:
+            num_scored = {place: count for place in self._scorers if (count := _num_scored(scheduled[place]))}
+            if num_scored:
+                scored_rows, targets = _scored_rows(scheduled, num_scored, self._query_start)
+        wholes = NO_WHOLES
+        if self._wholes:
+            adapters, drawn_rows = self._table.columns["adapter"][: len(scheduled)], self._sample_rows[: draws.number]
+            wholes = self._whole_rows.group(adapters, token_adapter, drawn_rows, scored_rows)
+        forward = ForwardBatch(self._ops, views.positions, attention, views.adapters, self._memory, wholes.forward)
         common = (num_rows, views.token_ids, self._drawn, forward, draws.sample_rows, draws.sampling)
-        if self._controls is None or not scheduled:
-            return StepBatch(*common, None, None, {}, self._no_rows, self._no_rows, {})
-        num_scored = {place: count for place in self._scorers if (count := _num_scored(scheduled[place]))}
-        rows, targets = self._no_rows, self._no_rows
-        upload, controls = self._io.upload, self._controls
-        if num_scored:
-            rows, targets = map(upload, _scored_rows(scheduled, num_scored, self._query_start))
+        if controls is None:
+            return StepBatch(*common, None, None, {}, self._no_rows, self._no_rows, {}, wholes)
+        upload = self._io.upload
         return StepBatch(
             *common,
             controls.logit_bias(upload),
             controls.penalties(upload),
             controls.num_top_logprobs,
-            rows,
-            targets,
+            self._no_rows if scored_rows is None else upload(torch.from_numpy(scored_rows)),
+            self._no_rows if targets is None else upload(torch.from_numpy(targets)),
             num_scored,
+            wholes,
         )
 
     def _view_rows(self, num_rows: int) -> _RowViews:
@@ -319,39 +346,6 @@ class _DrawViews:
     sampling: SamplingBatch
 
 
-class SamplingArrays:
-    """A `SamplingBatch` of up to ``num_rows`` rows, in memory that stays where it is."""
-
-    def __init__(self, num_rows: int, arrays: StepArrays) -> None:
-        self._arrays = arrays
-        self._temperature, self._top_p, self._min_p = (arrays.array(num_rows, np.float32) for _ in range(3))
-        self._top_k, self._choice, self.position = (arrays.array(num_rows, np.int32) for _ in range(3))
-        self._seed = arrays.array(num_rows, np.uint64)
-
-    def write(self, requests: Entries) -> None:
-        """All but the position, of entries of a `RequestTable`."""
-        rows = slice(len(requests))
-        self._temperature[rows] = requests["temperature"]
-        self._top_k[rows] = requests["top_k"]
-        self._top_p[rows] = requests["top_p"]
-        self._min_p[rows] = requests["min_p"]
-        self._seed[rows] = requests["seed"]
-        self._choice[rows] = requests["choice"]
-
-    def first(self, num_rows: int) -> SamplingBatch:
-        """The first rows as tensors."""
-        tensor = self._arrays.tensor
-        return SamplingBatch(
-            temperature=tensor(self._temperature[:num_rows]),
-            top_k=tensor(self._top_k[:num_rows]),
-            top_p=tensor(self._top_p[:num_rows]),
-            min_p=tensor(self._min_p[:num_rows]),
-            seed=tensor(self._seed[:num_rows].view(np.int64)),
-            choice=tensor(self._choice[:num_rows]),
-            position=tensor(self.position[:num_rows]),
-        )
-
-
 def _token_ids(scheduled: Sequence[ScheduledRequest]) -> list[int]:
     token_ids: list[int] = []
     for s in scheduled:
@@ -373,12 +367,12 @@ def _num_scored(scheduled: ScheduledRequest) -> int:
 
 def _scored_rows(
     scheduled: Sequence[ScheduledRequest], num_scored: dict[int, int], query_start: npt.NDArray[np.int32]
-) -> tuple[Tensor, Tensor]:
-    """Rows that score a prompt token, and which."""
+) -> tuple[Integers, Integers]:
+    """Rows that score a prompt token, and which; int64 [P] each."""
     rows: list[int] = []
     targets: list[int] = []
     for place, count in num_scored.items():
         first_row, s = int(query_start[place]), scheduled[place]
         rows.extend(range(first_row, first_row + count))
         targets.extend(s.request.prompt_ids[s.start + 1 : s.start + 1 + count])
-    return torch.tensor(rows, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64)
+    return np.array(rows, dtype=np.int64), np.array(targets, dtype=np.int64)

@@ -75,6 +75,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Of the memory that is free once the weights are loaded, for the same pool, where that is more. None: 0.1 on a GPU, 0 on the
     CPU, which is shared."""
 
+    adapter_whole_bytes: int = 256 * MIB
+    """Device memory beside that pool for the tensors that adapters bring whole (heads, embeddings, norms, linears), at least:
+    uploads are held to it before any engine runs. A step reads them for each adapter. 0: those that bring any are not served."""
+
     adapter_page_bytes: int = 256 * 1024
     """Page of that pool. A row lies within one page, so it bounds the row; small pages waste less at an adapter's end."""
 
@@ -115,6 +119,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"kv_memory_fraction is {self.kv_memory_fraction}; choose a number above 0 and up to 0.95")
         if self.adapter_memory_fraction is not None and not 0 <= self.adapter_memory_fraction <= 0.9:
             raise ConfigError(f"adapter_memory_fraction is {self.adapter_memory_fraction}; choose a number from 0 to 0.9")
+        if self.adapter_whole_bytes < 0:
+            raise ConfigError(f"adapter_whole_bytes is {self.adapter_whole_bytes}; choose 0, for none, or a number above it")
         if self.adapter_page_bytes % ROW_ALIGNMENT:
             raise ConfigError(f"adapter_page_bytes is {self.adapter_page_bytes}; choose a multiple of {ROW_ALIGNMENT}")
         if self.adapter_memory_bytes < self.adapter_page_bytes:

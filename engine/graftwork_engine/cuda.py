@@ -75,6 +75,7 @@ class Gpu:
     compiles = True
     usual_rows, usual_requests = 2048, 256
     adapter_fraction = 0.1
+    whole_fraction = 0.05
 
     def __init__(self, place: torch.device, *, use_graphs: bool) -> None:
         self.place = place

@@ -29,6 +29,8 @@ class Device(Protocol):
     usual_requests: int
     adapter_fraction: float
     """Of what is free once the weights are there, for adapters, unless the configuration says otherwise."""
+    whole_fraction: float
+    """The same for what adapters bring whole, where that is more than the configuration says."""
 
     def step_io(self, num_bytes: int) -> StepIo:
         """The way to it and back, for arrays of so many bytes."""
@@ -51,6 +53,7 @@ class Host:
     compiles = False
     usual_rows, usual_requests = 256, 64
     adapter_fraction = 0.0
+    whole_fraction = 0.0
 
     def step_io(self, num_bytes: int) -> StepIo:  # noqa: ARG002 - the protocol's
         """See `Device`, here and below."""

@@ -68,6 +68,22 @@ class SplitForward:
         return (self._large if len(batch.token_ids) >= self._from_rows else self._small)(batch)
 
 
+class WholesApart:
+    """``usual`` computes all steps but those with adapters that bring tensors whole, which ``called`` does: what is recorded or
+    captured knows of none."""
+
+    def __init__(self, usual: Forward, called: Forward) -> None:
+        self._usual, self._called = usual, called
+
+    def length(self, num_rows: int, num_requests: int) -> int:
+        """As it usually is: it is asked before the rows are known."""
+        return self._usual.length(num_rows, num_requests)
+
+    def __call__(self, batch: StepBatch) -> Tensor:
+        """See `Forward`."""
+        return (self._called if batch.forward.wholes else self._usual)(batch)
+
+
 class RecordedForward:
     """The pass is recorded once over the builder's whole memory, and a step is one call that replays it.
 

@@ -143,6 +143,8 @@ class EngineLoop:
             flow=message.flow,
             arrival=now,
             adapter_key=None if message.adapter_key is None else AdapterKey(message.adapter_key),
+            adapter_start=message.adapter_start,
+            vocab_size=message.vocab_size,
             deadline=None if message.deadline is None else now + (message.deadline - time.time()),
             output_ids=list(message.output_ids),
             num_resumed_tokens=len(message.output_ids),

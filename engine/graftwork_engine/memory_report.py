@@ -17,19 +17,26 @@ RANKS = (8, 16, 64)
 
 @dataclass(frozen=True, slots=True)
 class AdapterRoom:
-    """Adapter memory in numbers. ``fit`` says by rank how many adapters that cover every projection can be there at once."""
+    """Adapter memory in numbers. ``fit`` says by rank how many adapters that cover every projection can be there at once;
+    ``whole_bytes`` are for what adapters bring whole, and ``num_heads`` of the base's size fit there.
+    """
 
     num_bytes: int
     num_pages: int
     page_bytes: int
     row_type: RowTypeName
     fit: Mapping[int, int]
+    whole_bytes: int
+    num_heads: int
 
 
-def adapter_room(pool: DevicePool, base: BaseSpec, row_type: RowTypeName) -> AdapterRoom:
-    """What ``pool`` holds of adapters for ``base`` whose rows are of ``row_type``."""
+def adapter_room(pool: DevicePool, base: BaseSpec, row_type: RowTypeName, head_bytes: int) -> AdapterRoom:
+    """What ``pool`` holds of adapters for ``base``, whose head has ``head_bytes``, if their rows are of ``row_type``."""
     fit = {rank: pool.how_many(row_bytes_of_rank(base, row_type, rank)) for rank in RANKS}
-    return AdapterRoom(pool.capacity_bytes, pool.table.num_pages, pool.page_bytes, row_type, fit)
+    whole_bytes = pool.whole_capacity_bytes
+    return AdapterRoom(
+        pool.capacity_bytes, pool.table.num_pages, pool.page_bytes, row_type, fit, whole_bytes, whole_bytes // head_bytes
+    )
 
 
 def what_fits(
@@ -50,6 +57,9 @@ def what_fits(
         parts.append(
             f"adapter memory of {_size(adapters.num_bytes)} in {adapters.num_pages} pages of {_size(adapters.page_bytes)} holds "
             f"{', '.join(counts[:-1])} or {counts[-1]}, on every projection in {adapters.row_type}"
+        )
+        parts.append(
+            f"memory for what adapters bring whole of {_size(adapters.whole_bytes)} holds {adapters.num_heads} heads or embeddings"
         )
     if free_bytes is not None:
         step = f", of which a step takes up to {_size(reserved_bytes)}" if reserved_bytes else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised with every change of a message; a Hello of another version is refused by name."""
 
 
@@ -69,7 +69,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Add(msgspec.Struct, frozen=True, omit_defaults=True, tag="add"):
     """Run one request. ``output_ids`` are tokens the client already has: a fixed prefix that is not sent again.
 
-    ``flow`` is an opaque key that the queue is fair between. ``deadline`` is Unix time in seconds.
+    ``flow`` is an opaque key that the queue is fair between. ``deadline`` is Unix time in seconds. The adapter applies to the
+    tokens from ``adapter_start`` on, a place in the prompt or its end; ``vocab_size`` is how many tokens it knows, where it brings
+    a vocabulary of its own (None: the base's).
     """
 
     epoch: str
@@ -81,6 +83,8 @@ class Add(msgspec.Struct, frozen=True, omit_defaults=True, tag="add"):
     output_ids: list[int] = []
     adapter_key: str | None = None
     deadline: float | None = None
+    adapter_start: int = 0
+    vocab_size: int | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -59,6 +59,7 @@ class Request:
     deadline: float | None = None  # on the same clock as `arrival`
     output_ids: list[int] = field(default_factory=list)
     num_resumed_tokens: int = 0
+    vocab_size: int | None = None  # tokens that the adapter knows, if it brings a vocabulary of its own
     num_computed_tokens: int = 0
     num_ahead: int = 0  # tokens of steps that were launched and whose results are not known yet
     num_drawing: int = 0  # output tokens that such steps draw
@@ -69,6 +70,7 @@ class Request:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     order: int = -1  # its number in the order of arrival, given by the scheduler
     adapter_index: int = -1  # its adapter's place on the device while it runs
+    extra_cost: float = 0.0  # what its adapter's wholes add to the cost of each of its tokens, as a part of that
     _token_counts: TokenCounts | None = None
     _token_bias: tuple[bool, TokenBias] | None = None  # with whether stop tokens are banned in it
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from graftwork_adapters.whole_memory import DeviceWholes
 from graftwork_engine.batch import BatchBuilder, StepBatch, StepCapacity
-from graftwork_engine.forward import EagerForward, Forward
+from graftwork_engine.forward import EagerForward, Forward, WholesApart
 from graftwork_engine.kv_memory import KvCache
 from graftwork_engine.messages import EngineError, TokenLogprob
 from graftwork_engine.model.llama import Llama
+from graftwork_engine.model.wholes import within_vocabulary
 from graftwork_engine.sampler import NOT_FINITE, DrawnRows, Draws, ScoredRows, draw_tokens, score_tokens
 from graftwork_engine.sched.plan import RequestResult, Results, StepPlan
 from graftwork_engine.step_io import HostIo, StepIo
@@ -29,7 +33,8 @@ DEFAULT_ROWS, DEFAULT_REQUESTS = 16384, 4096
 class ModelRunner:
     """The engine's `graftwork_engine.sched.plan.AheadRunner`: one model with its KV cache, and the adapters that are in memory.
 
-    ``adapter_memory`` is written by others while steps run, in place, and only where no adapter of a launched step lies.
+    ``adapter_memory`` is written by others while steps run, in place, and only where no adapter of a launched step lies; ``wholes``
+    has by index what adapters there bring whole.
     ``capacity`` bounds the steps; None: large. ``io`` is the way to where the operators run; ``is_ahead``: steps may be launched
     before the results of the step before them are known. ``make_forward`` gives the way through the model, by default operator by
     operator.
@@ -46,6 +51,7 @@ class ModelRunner:
         io: StepIo | None = None,
         is_ahead: bool = False,
         make_forward: Callable[[Llama, KvCache, BatchBuilder], Forward] | None = None,
+        wholes: Mapping[int, DeviceWholes] = MappingProxyType({}),
     ) -> None:
         self._model = model
         self._ops = ops
@@ -53,8 +59,10 @@ class ModelRunner:
         longest = min(kv.num_blocks, -(-model.config.max_position_embeddings // kv.block_size))
         capacity = capacity or StepCapacity(DEFAULT_ROWS, DEFAULT_REQUESTS, longest)
         self._drawn = self._io.upload(torch.zeros(capacity.num_requests, dtype=torch.int64)) if is_ahead else None
-        self._builder = BatchBuilder(ops, adapter_memory, kv.block_size, capacity, self._io, self._drawn)
-        self._forward = EagerForward(model, kv) if make_forward is None else make_forward(model, kv, self._builder)
+        self._builder = BatchBuilder(ops, adapter_memory, kv.block_size, capacity, self._io, self._drawn, wholes)
+        self._forward: Forward = EagerForward(model, kv)
+        if make_forward is not None:
+            self._forward = WholesApart(make_forward(model, kv, self._builder), self._forward)
 
     def execute(self, plan: StepPlan) -> Results:
         """See `graftwork_engine.sched.plan.Runner`."""
@@ -80,9 +88,12 @@ class ModelRunner:
         if not len(rows):
             return None
         drawn_from = hidden if len(rows) == len(hidden) else hidden.index_select(0, rows)
-        logits = self._model.logits(self._ops, drawn_from)
+        groups, num_logits = batch.wholes.drawn, batch.wholes.num_logits
+        logits = self._model.logits(self._ops, drawn_from, groups, num_logits)
         wanted = (batch.sampling, batch.logit_bias, batch.penalties, batch.num_top_logprobs)
         drawn = draw_tokens(self._ops, logits, *wanted, self._io.upload)
+        if groups or num_logits:
+            drawn = replace(drawn, tokens=within_vocabulary(drawn.tokens, self._model.config.vocab_size, groups))
         if self._drawn is not None:
             self._drawn[: len(rows)] = drawn.tokens
         return drawn
@@ -91,7 +102,11 @@ class ModelRunner:
         """Logprobs for the rows to score of all requests that have some, in the plan's order."""
         tops = {place: plan.scheduled[place].request.sampling.prompt_logprobs or 0 for place in batch.num_scored}
         top_of_row = [tops[place] for place, count in batch.num_scored.items() for _ in range(count)]
-        head = partial(self._model.logits, self._ops)
+        wholes = batch.wholes
+
+        def head(rows: Tensor, part: int) -> Tensor:
+            return self._model.logits(self._ops, rows, wholes.scored[part] if wholes.scored else (), wholes.num_logits)
+
         return score_tokens(self._ops, head, hidden[batch.prompt_rows], batch.prompt_targets, top_of_row)
 
 

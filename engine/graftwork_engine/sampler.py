@@ -142,13 +142,15 @@ class ScoredRows:
 
 
 def score_tokens(
-    ops: Operators, head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, tops: Sequence[int]
+    ops: Operators, head: Callable[[Tensor, int], Tensor], hidden: Tensor, targets: Tensor, tops: Sequence[int]
 ) -> ScoredRows:
-    """The logprob of ``targets`` int64 [P] under the logits that ``head`` makes of ``hidden`` [P, H]; ``tops`` has P entries."""
-    parts = []
+    """The logprob of ``targets`` int64 [P] under the logits that ``head`` makes of ``hidden`` [P, H], called with a part of those
+    and the part's number; ``tops`` has P entries.
+    """
+    parts: list[tuple[Scores, Tensor]] = []
     for start in range(0, len(tops), SCORED_ROWS_AT_ONCE):
         part = slice(start, start + SCORED_ROWS_AT_ONCE)
-        logits = head(hidden[part])
+        logits = head(hidden[part], len(parts))
         parts.append((Scores(*ops.token_logprobs(logits, targets[part], max(tops[part]))), ops.finite_rows(logits)))
     return ScoredRows(parts, tops)
 

@@ -21,7 +21,9 @@ _ORDINARY_ENDS = (None, "stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What to generate. ``timeout_s`` counts from the call; ``flow`` is an opaque key that the engine's queue is fair between."""
+    """What to generate. ``timeout_s`` counts from the call; ``flow`` is an opaque key that the engine's queue is fair between;
+    ``adapter_start`` and ``vocab_size`` as in `graftwork_engine.messages.Add`.
+    """
 
     request_id: str
     prompt_ids: list[int]
@@ -30,6 +32,8 @@ class GenerationRequest:
     flow: str
     adapter_key: str | None = None
     timeout_s: float | None = None
+    adapter_start: int = 0
+    vocab_size: int | None = None
 
 
 class Inbox:
@@ -112,6 +116,8 @@ class Stream:
             output_ids=list(self.output_ids),
             adapter_key=request.adapter_key,
             deadline=self.deadline,
+            adapter_start=request.adapter_start,
+            vocab_size=request.vocab_size,
         )
 
     def push(self, item: OutItem) -> bool:

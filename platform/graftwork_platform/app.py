@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from graftwork_platform.admin.routes import admin_router
 from graftwork_platform.context import Services, running
 from graftwork_platform.errors import install_error_handlers
+from graftwork_platform.inference.adapter_texts import AdapterTexts
 from graftwork_platform.inference.admission import Admission
 from graftwork_platform.inference.engine import Engine
 from graftwork_platform.inference.generation import Generator
@@ -38,15 +39,17 @@ def create_app(services: Services, engine: ServingEngine, text: ModelText) -> Fa
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             stack.callback(text.sandbox.close)
+            stack.callback(texts.close)
             await stack.enter_async_context(running(services))
             await stack.enter_async_context(engine)
             await stack.enter_async_context(recovering(Recovery(services.usage, engine)))
             yield
 
+    texts = AdapterTexts(text, services.blobs.fetch_text, services.settings.scratch_dir)
     app = FastAPI(title="Graftwork", lifespan=lifespan, openapi_url=None)
     install_error_handlers(app)
     metrics = Metrics(lambda: engine.stats, lambda: services.usage.stats)
-    app.include_router(inference_router(_inference(services, engine, text, metrics)))
+    app.include_router(inference_router(_inference(services, engine, texts, metrics)))
     app.include_router(admin_router(services))
     _add_probes(app, services, engine, metrics)
     # Outside everything else, so that the answer to an unexpected error is identified and counted too.
@@ -54,22 +57,20 @@ def create_app(services: Services, engine: ServingEngine, text: ModelText) -> Fa
     return app
 
 
-def _inference(services: Services, engine: Engine, text: ModelText, metrics: Metrics) -> Inference:
+def _inference(services: Services, engine: Engine, texts: AdapterTexts, metrics: Metrics) -> Inference:
     settings = services.settings
     return Inference(
         keyring=services.keyring,
         catalog=services.catalog,
-        admission=Admission(services.catalog, text, engine, settings.row_type),
+        admission=Admission(services.catalog, texts, engine, settings.row_type),
         generator=Generator(
             engine,
             services.usage,
             services.publisher.ensure_packed,
-            text.tokenizer,
             timeout=settings.request_timeout,
             observe=metrics.observe_usage,
         ),
         engine=engine,
-        tokenizer=text.tokenizer,
         keep_alive=settings.keep_alive,
     )
 

@@ -16,12 +16,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
+from graftwork_adapters.keys import RowTypeName
 from graftwork_adapters.report import Report
 from graftwork_platform.admin.client import AdminClient, CallFailed
 from graftwork_platform.admin.push import push
 from graftwork_platform.admin.schemas import VersionOut
 from graftwork_platform.doctor import examine_data, examine_kernels, examine_server, examine_software
 from graftwork_platform.models import VersionState
+from graftwork_platform.row_types import SERVERS, WantedRowType
 from graftwork_platform.serve.command import serve
 from graftwork_platform.serve.options import (
     DatabaseUrl,
@@ -54,6 +56,10 @@ Url = Annotated[str | None, typer.Option("--url", help="Where the server is. [en
 AdminKey = Annotated[str | None, typer.Option("--admin-key", help="The operator's key. [env: GRAFTWORK_ADMIN_KEY]")]
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="The server's data directory, to read admin.key from.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RowTypeOption = Annotated[
+    RowTypeName | None,
+    typer.Option("--adapter-dtype", help="Of its adapters' rows; by default the tenant's, or else the server's."),
+]
 OfTenant = Annotated[str, typer.Option("--tenant", help="The tenant's name or id.")]
 
 _COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
@@ -61,19 +67,42 @@ _COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 @tenants.command("create")
 def create_tenant(
-    name: str, url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, as_json: AsJson = False
+    name: str,
+    adapter_dtype: RowTypeOption = None,
+    url: Url = None,
+    admin_key: AdminKey = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make a tenant."""
     with _calling(url, admin_key, data_dir, as_json) as client:
-        tenant = client.create_tenant(name)
+        tenant = client.create_tenant(name, adapter_dtype)
         _show(tenant, f"Tenant {tenant.name} is {tenant.id}.", as_json)
+
+
+@tenants.command("change")
+def change_tenant(
+    tenant: Annotated[str, typer.Argument(help="The tenant's name or id.")],
+    adapter_dtype: Annotated[
+        WantedRowType,
+        typer.Option("--adapter-dtype", help="Of the rows of what it uploads from now on; auto: the server's."),
+    ],
+    url: Url = None,
+    admin_key: AdminKey = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change a tenant's settings."""
+    with _calling(url, admin_key, data_dir, as_json) as client:
+        changed = client.change_tenant(tenant, None if adapter_dtype == SERVERS else adapter_dtype)
+        _show(changed, f"New versions of {changed.name} have rows of {changed.adapter_dtype or 'the type of the server'}.", as_json)
 
 
 @tenants.command("list")
 def list_tenants(url: Url = None, admin_key: AdminKey = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """All tenants."""
     with _calling(url, admin_key, data_dir, as_json) as client:
-        _show_list(client.list_tenants(), ["id", "name"], as_json)
+        _show_list(client.list_tenants(), ["id", "name", "adapter_dtype"], as_json)
 
 
 @admin_key_commands.command("rotate")
@@ -124,6 +153,10 @@ def push_adapter(
     tenant: OfTenant,
     name: Annotated[str, typer.Option("--name", help="The adapter's name.")],
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the verdict.")] = 1800.0,
+    adapter_dtype: Annotated[
+        WantedRowType | None,
+        typer.Option("--adapter-dtype", help="Of its rows; by default the tenant's, or else the server's; auto: the server's."),
+    ] = None,
     url: Url = None,
     admin_key: AdminKey = None,
     data_dir: DataDir = None,
@@ -137,7 +170,7 @@ def push_adapter(
             def sent(done: int, total: int) -> None:
                 progress.update(task, completed=done, total=total)
 
-            version = push(client, folder, tenant=tenant, name=name, timeout=timeout, sent=sent)
+            version = push(client, folder, tenant=tenant, name=name, timeout=timeout, sent=sent, adapter_dtype=adapter_dtype)
         _show_verdict(name, version, as_json)
         if version.state != VersionState.READY:
             raise typer.Exit(1)

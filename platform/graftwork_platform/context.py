@@ -19,11 +19,14 @@ from graftwork_platform.keys.channel import KeyChannel, reread_from
 from graftwork_platform.keys.ring import KeyRing
 from graftwork_platform.keys.service import Keys
 from graftwork_platform.publishing.blobs import Blobs
+from graftwork_platform.publishing.facts_reader import FactsReader
 from graftwork_platform.publishing.incoming import Incoming
 from graftwork_platform.publishing.leases import PublishTiming
 from graftwork_platform.publishing.owner import StoreOwner
 from graftwork_platform.publishing.publisher import Publisher, RunPublish
+from graftwork_platform.publishing.quality import Measure
 from graftwork_platform.publishing.store_threads import StoreThreads
+from graftwork_platform.publishing.text_check import CheckText, check_text
 from graftwork_platform.publishing.uploads import Uploads
 from graftwork_platform.secrets import Secrets, load_or_create
 from graftwork_platform.settings import Settings, given_secrets
@@ -57,6 +60,8 @@ class Services:
     catalog: Catalog
     uploads: Uploads
     publisher: Publisher
+    facts: FactsReader
+    blobs: Blobs
     usage: UsageLedger
 
 
@@ -67,9 +72,11 @@ def build_services(
     *,
     now: Callable[[], float] = time.time,
     run: RunPublish = run_publish,
+    check: CheckText = check_text,
+    measure: Measure | None = None,
     timing: PublishTiming = PublishTiming(),
 ) -> Services:
-    """All parts, none of them running; call inside the event loop that will use them.
+    """All parts, none of them running; call inside the event loop that will use them. ``measure`` asks the engine, if there is one.
 
     Raises `OSError` or `BadSecret` if the data directory cannot be used, `UnsupportedDatabase` for the database's URL.
     """
@@ -97,13 +104,18 @@ def build_services(
         spec,
         threads=threads,
         row_type=settings.row_type,
+        base_dir=settings.model_dir,
         scratch=settings.scratch_dir,
         run_publish=run,
+        check_text=check,
+        measure=measure,
+        reference_type=settings.dtype,
         limits=settings.publish,
         upload_limits=settings.upload,
         timing=timing,
         now=now,
     )
+    facts = FactsReader(database, publisher.look_again)
     return Services(
         settings=settings,
         spec=spec,
@@ -115,9 +127,11 @@ def build_services(
         keyring=ring,
         keys=Keys(database, ring, secrets, now=now),
         tenants=Tenants(database, ring, now=now),
-        catalog=Catalog(database, settings.base_name, now=now),
+        catalog=Catalog(database, settings.base_name, facts.learn, now=now),
         uploads=Uploads(database, incoming, blobs, publisher, threads, settings.upload, base_name=settings.base_name, now=now),
         publisher=publisher,
+        facts=facts,
+        blobs=blobs,
         usage=UsageLedger(settings.data_dir / "journal", UsageWriter(database).write),
     )
 
@@ -144,6 +158,7 @@ async def running(services: Services) -> AsyncIterator[Services]:
         yield services
     finally:
         services.database.hurry(_LAST_WORK_S)
+        await services.facts.close()
         await services.publisher.close()
         await services.usage.close()
         for task in beside:

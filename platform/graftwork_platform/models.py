@@ -28,6 +28,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 Findings = list[dict[str, str | None]]
 """A report as `graftwork_adapters.report.Report.as_json` makes it."""
 
+VersionFacts = dict[str, object]
+"""What a published version is beside its bytes, as `catalog.facts.VersionFacts` says it in JSON."""
+
 Manifest = list[dict[str, str | int]]
 """The files of an upload: ``path``, ``size``, ``sha256``."""
 
@@ -80,12 +83,15 @@ def _one_of(column: str, values: type[StrEnum]) -> str:
 
 
 class Tenant(Base):
-    """A customer. Its cache salt is made from ``id``, so the id is never reused."""
+    """A customer. Its cache salt is made from ``id``, so the id is never reused. ``row_type``: of its adapters' rows; None: the
+    server's.
+    """
 
     __tablename__ = "tenants"
 
     id: Mapped[UUID] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(String(64), unique=True)
+    row_type: Mapped[str | None] = mapped_column(String(16))
     created_at: Mapped[int]
     deleted_at: Mapped[int | None]
 
@@ -134,7 +140,8 @@ class AdapterVersion(Base):
     """One publication of an adapter. Its number is known from `READY` on; number and digest then never change.
 
     Before that, a digest says that blobs of it may have been stored on this version's behalf. ``deleted_at`` is when nothing needed
-    them any more, also of a version that failed behind its digest.
+    them any more, also of a version that failed behind its digest. ``row_type`` is the packed form's (None: the server's, whatever
+    that is); ``facts`` is None for a version of an older server: it is not served before they have been found out.
     """
 
     __tablename__ = "adapter_versions"
@@ -158,6 +165,8 @@ class AdapterVersion(Base):
     manifest_sha256: Mapped[str] = mapped_column(String(64))
     state: Mapped[str] = mapped_column(String(16))
     report: Mapped[Findings]
+    row_type: Mapped[str | None] = mapped_column(String(16))
+    facts: Mapped[VersionFacts | None] = mapped_column(JSON(none_as_null=True))
     attempts: Mapped[int] = mapped_column(default=0)
     created_at: Mapped[int]
     ready_at: Mapped[int | None]
@@ -193,6 +202,7 @@ class Upload(Base):
     adapter_name: Mapped[str] = mapped_column(String(64))
     files: Mapped[Manifest]
     part_bytes: Mapped[int]
+    row_type: Mapped[str | None] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
     version_id: Mapped[UUID | None]
     created_at: Mapped[int]

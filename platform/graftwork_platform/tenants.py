@@ -10,6 +10,7 @@ from uuid import UUID
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+from graftwork_adapters.keys import RowTypeName
 from graftwork_platform.catalog.names import check_tenant_name
 from graftwork_platform.db import Database
 from graftwork_platform.errors import Conflict, NotFound
@@ -27,14 +28,18 @@ class Tenants:
         self._ring = ring
         self._now = now
 
-    async def create(self, name: str) -> Tenant:
-        """A new tenant. Raises `BadRequest` for a bad name, `Conflict` for a taken one (deleted tenants keep theirs)."""
+    async def create(self, name: str, *, row_type: RowTypeName | None = None) -> Tenant:
+        """A new tenant; ``row_type`` is that of its adapters' rows, None the server's.
+
+        Raises `BadRequest` for a bad name, `Conflict` for a taken one (deleted tenants keep theirs).
+        """
         check_tenant_name(name)
 
         def work(session: Session) -> Tenant:
             if session.scalar(select(Tenant.id).where(Tenant.name == name)) is not None:
                 raise Conflict(f"A tenant named `{name}` exists or existed.", param="name", code="tenant_exists")
-            tenant = Tenant(id=uuid7(self._now), name=name, created_at=int(self._now() * 1000), deleted_at=None)
+            now = int(self._now() * 1000)
+            tenant = Tenant(id=uuid7(self._now), name=name, row_type=row_type, created_at=now, deleted_at=None)
             session.add(tenant)
             return tenant
 
@@ -51,6 +56,18 @@ class Tenants:
         if tenant is None:
             raise NotFound(f"No tenant `{name_or_id}`.", code="tenant_not_found")
         return tenant
+
+    async def set_row_type(self, tenant_id: UUID, row_type: RowTypeName | None) -> Tenant:
+        """Of which type the rows of what it uploads from now on are, unless an upload says so. Raises `NotFound`."""
+
+        def work(session: Session) -> Tenant:
+            tenant = session.get_one(Tenant, tenant_id, with_for_update=True)
+            if tenant.deleted_at is not None:
+                raise NotFound(f"No tenant `{tenant.name}`.", code="tenant_not_found")
+            tenant.row_type = row_type
+            return tenant
+
+        return await self._database.run_write(work)
 
     async def delete(self, tenant_id: UUID) -> None:
         """Refuse a tenant's keys from now on, and stop serving what it has; its usage stays. All or nothing. Raises `NotFound`."""

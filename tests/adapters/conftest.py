@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graftwork_adapters.base_spec import BaseSpec, load_base_spec
+
+_HERE = str(Path(__file__).parent)
+if _HERE not in sys.path:
+    sys.path.insert(0, _HERE)
 
 ALL_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -77,3 +82,9 @@ def good_adapter(make_adapter: Callable[..., Path], tmp_path_factory: pytest.Tem
 def upload(good_adapter: Path, tmp_path: Path) -> Path:
     """A copy of the good adapter to break."""
     return Path(shutil.copytree(good_adapter, tmp_path / "upload"))
+
+
+@pytest.fixture
+def dora(make_adapter: Callable[..., Path], tmp_path: Path) -> Path:
+    """An adapter of rank 4 with DoRA on every projection, to break."""
+    return make_adapter(tmp_path / "dora", use_dora=True, seed=3)

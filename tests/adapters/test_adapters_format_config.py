@@ -8,13 +8,15 @@ import json
 from pathlib import Path
 
 import pytest
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftType, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import LlamaForCausalLM
 
 from graftwork_adapters.base_spec import BaseSpec
-from graftwork_adapters.peft_config import IGNORED_FIELDS, REFUSED_UNLESS, SERVED_FIELDS, PeftConfig, read_peft_config
+from graftwork_adapters.config_fields import IGNORED_FIELDS, REFUSED_UNLESS, SERVED_FIELDS
+from graftwork_adapters.peft_config import PeftConfig, read_peft_config
 from graftwork_adapters.report import Report
+from graftwork_adapters.upload_json import read_json_object
 
 LORA_FIELDS = [field.name for field in dataclasses.fields(LoraConfig)]
 
@@ -22,26 +24,16 @@ SET_VALUES: dict[str, object] = {
     "peft_type": "IA3",
     "task_type": "SEQ_CLS",
     "fan_in_fan_out": True,
-    "bias": "lora_only",
-    "modules_to_save": ["lm_head"],
     "megatron_config": {"tp": 2},
     "megatron_core": "my.megatron",
-    "trainable_token_indices": [1, 2],
     "loftq_config": {"loftq_bits": 4},
-    "corda_config": {"corda_method": "kpm"},
-    "lora_ga_config": {"direction": "ArBr"},
-    "use_dora": True,
-    "velora_config": {"num_groups": 2},
-    "alora_invocation_tokens": [5],
     "use_qalora": True,
     "monteclora_config": {"num_samples": 2},
     "layer_replication": [[0, 1]],
-    "lora_bias": True,
     "target_parameters": ["experts.gate"],
     "use_bdlora": {"nblocks": 2},
     "arrow_config": {"top_k": 2},
     "kasa_config": {"beta": 0.1},
-    "ensure_weight_tying": True,
 }
 
 
@@ -49,7 +41,8 @@ def read(tmp_path: Path, raw: object) -> tuple[PeftConfig | None, Report]:
     path = tmp_path / "adapter_config.json"
     path.write_text(raw if isinstance(raw, str) else json.dumps(raw))
     report = Report()
-    return read_peft_config(path, report, 1 << 16, 60.0), report
+    fields = read_json_object(path, report, "config", 1 << 16)
+    return None if fields is None else read_peft_config(fields, report, 60.0), report
 
 
 def failed_fields(report: Report) -> list[str | None]:
@@ -66,6 +59,7 @@ def test_every_field_of_peft_is_in_exactly_one_table() -> None:
 def test_an_unserved_field_that_is_set_is_refused_by_name(tmp_path: Path, name: str) -> None:
     _, report = read(tmp_path, {"peft_type": "LORA", name: SET_VALUES[name]})
     assert failed_fields(report) == [name]
+    assert all(finding.fix for finding in report.findings if finding.result == "fail")
 
 
 def test_peft_defaults_as_saved_are_served(tmp_path: Path) -> None:
@@ -87,14 +81,79 @@ def test_an_unknown_field_is_refused_only_if_set(tmp_path: Path, name: str, valu
 
 
 def test_a_zero_is_not_false_and_every_field_is_named(tmp_path: Path) -> None:
-    _, report = read(tmp_path, {"peft_type": "LORA", "use_dora": 0, "lora_bias": 1, "bias": "all", "alora_invocation_tokens": []})
-    assert failed_fields(report) == ["use_dora", "lora_bias", "bias", "alora_invocation_tokens"]
+    _, report = read(tmp_path, {"peft_type": "LORA", "use_qalora": 0, "use_dora": 0, "lora_bias": 1, "bias": "some"})
+    assert failed_fields(report) == ["use_qalora", "bias", "lora_bias", "use_dora"]
 
 
 @pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica", "EVA"])
 def test_initialisations_that_leave_the_base_alone(tmp_path: Path, init: object) -> None:
     _, report = read(tmp_path, {"peft_type": "LORA", "init_lora_weights": init, "eva_config": {"rho": 2.0}})
     assert report.ok
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"use_dora": True, "use_rslora": True, "bias": "all"},
+        {"lora_bias": True, "bias": "lora_only"},
+        {"modules_to_save": ["lm_head", "norm"], "ensure_weight_tying": True},
+        {"modules_to_save": [], "trainable_token_indices": [], "alora_invocation_tokens": None},
+        {"trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [7]}},
+        {"alora_invocation_tokens": [5, 6, 5], "task_type": "CAUSAL_LM"},
+        {"velora_config": {"num_groups": 4}},
+        # A converted folder keeps what says how it began.
+        {"init_lora_weights": True, "corda_config": {"corda_method": "kpm"}, "lora_ga_config": {"direction": "ArBr"}},
+    ],
+)
+def test_formats_of_peft_are_served(tmp_path: Path, raw: dict[str, object]) -> None:
+    config, report = read(tmp_path, {"peft_type": "LORA", **raw})
+    assert config is not None
+    assert report.ok
+
+
+@pytest.mark.parametrize(
+    ("raw", "fields"),
+    [
+        ({"use_dora": True, "lora_bias": True}, ["lora_bias"]),
+        ({"use_dora": True, "alora_invocation_tokens": [5], "task_type": "CAUSAL_LM"}, ["alora_invocation_tokens"]),
+        ({"use_dora": True, "velora_config": {"num_groups": 4}}, ["velora_config"]),
+        ({"use_dora": True, "init_lora_weights": "mica"}, ["init_lora_weights"]),
+        ({"velora_config": {"num_groups": 4}, "init_lora_weights": "mica"}, ["init_lora_weights"]),
+        ({"alora_invocation_tokens": [5]}, ["task_type"]),
+        ({"alora_invocation_tokens": [], "task_type": "CAUSAL_LM"}, ["alora_invocation_tokens"]),
+        ({"alora_invocation_tokens": [-1], "task_type": "CAUSAL_LM"}, ["alora_invocation_tokens"]),
+        (
+            {
+                "alora_invocation_tokens": [5],
+                "task_type": "CAUSAL_LM",
+                "modules_to_save": ["norm"],
+                "trainable_token_indices": [1],
+                "bias": "all",
+            },
+            ["modules_to_save", "trainable_token_indices", "bias"],
+        ),
+        ({"trainable_token_indices": [1, 1]}, ["trainable_token_indices[model.embed_tokens]"]),
+        ({"trainable_token_indices": {"lm_head": [True]}}, ["trainable_token_indices[lm_head]"]),
+        ({"modules_to_save": "lm_head"}, ["modules_to_save"]),
+        ({"modules_to_save": ["("]}, ["modules_to_save[(]"]),
+        ({"bias": "some"}, ["bias"]),
+    ],
+)
+def test_what_peft_does_not_load_together_is_refused(tmp_path: Path, raw: dict[str, object], fields: list[str]) -> None:
+    config, report = read(tmp_path, {"peft_type": "LORA", **raw})
+    assert config is None
+    assert failed_fields(report) == fields
+    assert all(finding.fix for finding in report.findings)
+
+
+@pytest.mark.parametrize("kind", [kind.value for kind in PeftType if kind is not PeftType.LORA])
+def test_every_other_kind_of_adapter_is_refused_by_its_name(tmp_path: Path, kind: str) -> None:
+    _, report = read(tmp_path, {"peft_type": kind})
+    (finding,) = [finding for finding in report.findings if finding.result == "fail"]
+    assert finding.field == "peft_type"
+    assert kind in finding.message
+    assert '"LORA"' in finding.message
+    assert finding.fix is not None
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "lora_ga", "loftq", "new", 1, ["eva"]])
@@ -130,7 +189,7 @@ def test_malformed_fields_are_named(tmp_path: Path, field: str, value: object) -
         ({"rank_pattern": {"(": 4}, "alpha_pattern": {"[": 4}}, ["rank_pattern[(]", "alpha_pattern[[]"]),
         ({"layers_to_transform": [0], "layers_pattern": ["h", "(?P<idx>x)"]}, ["layers_pattern[(?P<idx>x)]"]),
         ({"target_modules": "x", "layers_to_transform": [0], "layers_pattern": "h"}, ["layers_to_transform", "layers_pattern"]),
-        ({"r": 0, "lora_alpha": "x", "use_dora": True}, ["use_dora", "r", "lora_alpha"]),
+        ({"r": 0, "lora_alpha": "x", "use_qalora": True}, ["use_qalora", "r", "lora_alpha"]),
     ],
 )
 def test_all_that_is_wrong_is_named(tmp_path: Path, raw: dict[str, object], fields: list[str]) -> None:

@@ -62,7 +62,7 @@ def test_what_safetensors_wrote_is_read(tmp_path: Path) -> None:
         ({"a": entry([1], 0, 4, "F31")}, b"1234", "a", "unknown dtype F31"),
         ({"a": {"dtype": "F32", "shape": [1]}}, b"1234", "a", "must hold exactly"),
         ({"a": 3}, b"", "a", "must hold exactly"),
-        ({"": entry([1], 0, 4)}, b"1234", "", "1 to 512 printable"),
+        ({"": entry([1], 0, 4)}, b"1234", "''", "1 to 512 printable"),
         ({"n" * 600: entry([1], 0, 4)}, b"1234", "n" * 197 + "...", "1 to 512 printable"),
         ({"__metadata__": {"k": 1}}, b"", None, "not an object of strings"),
         (b'{"a":1,"a":2}', b"", None, "the name a appears more than once"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from graftwork_adapters.errors import AdapterTooLarge, PatternTooSlow
 from graftwork_adapters.pack import longest_row_bytes
 from graftwork_adapters.packed import read_index
 from graftwork_adapters.pattern_budget import Pattern, PatternBudget
+from graftwork_adapters.peft_config import read_peft_config
 from graftwork_adapters.publish import publish, validate
 from graftwork_adapters.publish_job import Limits, PublishJob, ServingMemory
 from graftwork_adapters.report import Finding, Report
@@ -46,41 +48,68 @@ def failures(report: Report) -> list[Finding]:
     ],
 )
 def test_a_catastrophic_pattern_is_a_finding_on_its_field(
-    upload: Path, tiny_spec: BaseSpec, fields: dict[str, object], named: str
+    upload: Path, tiny_base_dir: Path, tiny_spec: BaseSpec, fields: dict[str, object], named: str
 ) -> None:
     edit_config(upload, **fields)
     began = time.process_time()
-    (finding,) = failures(validate(upload, tiny_spec, Limits(pattern_seconds=0.3)).report)
+    (finding,) = failures(validate(upload, tiny_base_dir, tiny_spec, Limits(pattern_seconds=0.3)).report)
     assert time.process_time() - began < 3.0
     assert (finding.check, finding.field) == ("config", named)
     assert "more than 0.3 s of processor time" in finding.message
     assert "list the modules by name" in (finding.fix or "")
 
 
-def test_the_tensors_are_still_checked_and_each_fault_is_named_once(upload: Path, tiny_spec: BaseSpec) -> None:
+def test_the_tensors_are_still_checked_and_each_fault_is_named_once(upload: Path, tiny_base_dir: Path, tiny_spec: BaseSpec) -> None:
     edit_config(upload, alpha_pattern={CATASTROPHIC: 4})
-    fields = [finding.field for finding in failures(validate(upload, tiny_spec, Limits(max_rank=2, pattern_seconds=0.2)).report)]
+    fields = [
+        finding.field
+        for finding in failures(validate(upload, tiny_base_dir, tiny_spec, Limits(max_rank=2, pattern_seconds=0.2)).report)
+    ]
     assert len(fields) == 14  # the rank of every pair is too large, so no pattern is asked: these alone
     edit_config(upload, exclude_modules=CATASTROPHIC)
-    fields = [finding.field for finding in failures(validate(upload, tiny_spec, Limits(max_rank=2, pattern_seconds=0.2)).report)]
+    fields = [
+        finding.field
+        for finding in failures(validate(upload, tiny_base_dir, tiny_spec, Limits(max_rank=2, pattern_seconds=0.2)).report)
+    ]
     assert len(fields) == 15
     assert fields.count("exclude_modules") == 1
 
 
-def test_compiling_very_many_patterns_is_within_the_budget_too(upload: Path, tiny_spec: BaseSpec) -> None:
+def test_compiling_very_many_patterns_is_within_the_budget_too(upload: Path, tiny_base_dir: Path, tiny_spec: BaseSpec) -> None:
     edit_config(upload, rank_pattern={f"layer{i}[a-z]+": 4 for i in range(20_000)})
     began = time.process_time()
-    (finding,) = failures(validate(upload, tiny_spec, Limits(pattern_seconds=0.2)).report)
+    (finding,) = failures(validate(upload, tiny_base_dir, tiny_spec, Limits(pattern_seconds=0.2)).report)
     assert time.process_time() - began < 3.0
     assert (finding.field or "").startswith("rank_pattern[layer")
 
 
-def test_very_many_listed_names_cost_nothing(upload: Path, tiny_spec: BaseSpec) -> None:
+def test_very_many_listed_names_cost_nothing(upload: Path, tiny_base_dir: Path, tiny_spec: BaseSpec) -> None:
     names = [f"m{i}" for i in range(40_000)]
     edit_config(upload, exclude_modules=names, layers_to_transform=list(range(50_000)))
     began = time.process_time()
-    assert validate(upload, tiny_spec, Limits()).report.ok
+    assert validate(upload, tiny_base_dir, tiny_spec, Limits()).report.ok
     assert time.process_time() - began < 2.0
+    edit_config(upload, exclude_modules=None, modules_to_save=[*names[:20_000], *(f"layers.{i}.mlp.gate" for i in range(20_000))])
+    began = time.process_time()
+    assert validate(upload, tiny_base_dir, tiny_spec, Limits()).report.ok
+    assert time.process_time() - began < 2.0
+
+
+def test_names_of_what_is_saved_whole_are_matched_as_peft_matches_them(upload: Path) -> None:
+    """As its expression `(^|.*[.])name($|[.].*)` does."""
+    raw = json.loads((upload / "adapter_config.json").read_text())
+    modules = ["model.layers.0.self_attn.q_proj", "model.layers.10.self_attn.o_proj", "lm_head", "model.embed_tokens"]
+    names = ["self_attn", "layers.0", "0.self_attn", "attn", "q_proj", "model", "head", "lm_head", "layers.1", "model.embed_tokens"]
+    names += ["q_proj.x", "layers.0.self_attn.q_proj", "self_attn|lm_head", r"layers\.1.*", "", ".q_proj", "embed_tokens."]
+    for name in names:
+        report = Report()
+        config = read_peft_config(raw | {"modules_to_save": [name], "target_modules": r".*"}, report, 3.0)
+        assert config is not None, report
+        for module in modules:
+            assert config.selects(module) == (re.match(rf"(^|.*\.){name}($|\..*)", module) is None), (name, module)
+            parts = module.split(".")
+            around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+            assert config.saves(module) == any(path.endswith(name) for path in around), (name, module)
 
 
 def test_the_budget_is_one_for_all_patterns_and_stays_spent() -> None:
@@ -128,8 +157,8 @@ def test_in_another_thread_the_budget_ends_between_patterns() -> None:
 
 
 @pytest.fixture
-def job(upload: Path, tmp_path: Path, tiny_spec: BaseSpec) -> PublishJob:
-    return PublishJob(upload, tmp_path / "out.safetensors", tiny_spec, "bfloat16")
+def job(upload: Path, tmp_path: Path, tiny_base_dir: Path, tiny_spec: BaseSpec) -> PublishJob:
+    return PublishJob(upload, tmp_path / "out.safetensors", tiny_spec, "bfloat16", base_dir=tiny_base_dir)
 
 
 def with_memory(job: PublishJob, memory: ServingMemory) -> PublishJob:
@@ -142,7 +171,7 @@ def test_publishing_refuses_exactly_what_the_device_pool_would(job: PublishJob, 
     index = read_index(job.out_path, key)
     verdicts = set()
     for pool_bytes in range(0, 2 * index.num_bytes + 4 * page_bytes, 700):
-        pool = DevicePool(pool_bytes, len(tiny_spec.sites), longest_row_bytes(tiny_spec, "bfloat16"), page_bytes=page_bytes)
+        pool = DevicePool(pool_bytes, len(tiny_spec.sites), longest_row_bytes(tiny_spec), page_bytes=page_bytes)
         try:
             pool.plan(index)
             fits = True

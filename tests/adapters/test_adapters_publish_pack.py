@@ -19,7 +19,7 @@ from graftwork_adapters.pack import fold_scale
 from graftwork_adapters.packed import ABSENT, ROW_ALIGNMENT, PackedIndex, read_packed
 from graftwork_adapters.publish import publish
 from graftwork_adapters.publish_job import PublishJob
-from graftwork_adapters.tensor_values import ROW_HEAD_BYTES, encode_rows, row_size, to_bf16_bits, to_e4m3_bits
+from graftwork_adapters.tensor_values import ROW_HEAD_BYTES, encode_rows, row_size, to_bf16_bits, to_e4m3_bits, to_fp8_bits
 from graftwork_kernels import layout
 
 SETTINGS: dict[str, object] = {
@@ -74,9 +74,15 @@ def patterned(make_adapter: Callable[..., Path], tmp_path_factory: pytest.TempPa
 
 @pytest.mark.parametrize(("row_type", "tolerance"), [("float32", 1e-6), ("bfloat16", 8e-3), ("int8", 1.2e-2), ("e4m3", 8e-2)])
 def test_rows_decode_to_the_delta_weight_of_peft(
-    patterned: Path, tmp_path: Path, tiny_base_model: LlamaForCausalLM, tiny_spec: BaseSpec, row_type: RowTypeName, tolerance: float
+    patterned: Path,
+    tmp_path: Path,
+    tiny_base_model: LlamaForCausalLM,
+    tiny_base_dir: Path,
+    tiny_spec: BaseSpec,
+    row_type: RowTypeName,
+    tolerance: float,
 ) -> None:
-    result = publish(PublishJob(patterned, tmp_path / "out.safetensors", tiny_spec, row_type))
+    result = publish(PublishJob(patterned, tmp_path / "out.safetensors", tiny_spec, row_type, base_dir=tiny_base_dir))
     assert result.ok, result.report.findings
     assert result.packed_key is not None
     index, rows = read_packed(tmp_path / "out.safetensors", result.packed_key)
@@ -94,10 +100,15 @@ def test_rows_decode_to_the_delta_weight_of_peft(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_uploads_are_read_exactly(
-    make_adapter: Callable[..., Path], tmp_path: Path, tiny_base_model: LlamaForCausalLM, tiny_spec: BaseSpec, dtype: torch.dtype
+    make_adapter: Callable[..., Path],
+    tmp_path: Path,
+    tiny_base_model: LlamaForCausalLM,
+    tiny_base_dir: Path,
+    tiny_spec: BaseSpec,
+    dtype: torch.dtype,
 ) -> None:
     folder = make_adapter(tmp_path / "adapter", dtype=dtype)
-    result = publish(PublishJob(folder, tmp_path / "out.safetensors", tiny_spec, "float32"))
+    result = publish(PublishJob(folder, tmp_path / "out.safetensors", tiny_spec, "float32", base_dir=tiny_base_dir))
     index, rows = read_packed(tmp_path / "out.safetensors", str(result.packed_key))
     model = PeftModel.from_pretrained(copy.deepcopy(tiny_base_model), folder).base_model.model
     for module, (a, b_transposed) in unpack(index, rows, tiny_spec).items():
@@ -106,23 +117,25 @@ def test_half_precision_uploads_are_read_exactly(
         assert torch.equal(b_transposed.T, layer.lora_B["default"].weight * layer.scaling["default"])
 
 
-def test_the_same_upload_packs_to_the_same_bytes(patterned: Path, tmp_path: Path, tiny_spec: BaseSpec) -> None:
+def test_the_same_upload_packs_to_the_same_bytes(patterned: Path, tmp_path: Path, tiny_base_dir: Path, tiny_spec: BaseSpec) -> None:
     files = [tmp_path / "one", tmp_path / "two"]
-    keys = {publish(PublishJob(patterned, file, tiny_spec, "int8")).packed_key for file in files}
+    keys = {publish(PublishJob(patterned, file, tiny_spec, "int8", base_dir=tiny_base_dir)).packed_key for file in files}
     assert len(keys) == 1
     assert files[0].read_bytes() == files[1].read_bytes()
-    other = publish(PublishJob(patterned, tmp_path / "three", tiny_spec, "e4m3")).packed_key
+    other = publish(PublishJob(patterned, tmp_path / "three", tiny_spec, "e4m3", base_dir=tiny_base_dir)).packed_key
     assert other not in keys
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "three", "two"]
 
 
-def test_a_rebuild_checks_that_it_is_the_same_adapter(patterned: Path, upload: Path, tmp_path: Path, tiny_spec: BaseSpec) -> None:
-    digest = publish(PublishJob(patterned, tmp_path / "out", tiny_spec, "bfloat16")).digest
+def test_a_rebuild_checks_that_it_is_the_same_adapter(
+    patterned: Path, upload: Path, tmp_path: Path, tiny_base_dir: Path, tiny_spec: BaseSpec
+) -> None:
+    digest = publish(PublishJob(patterned, tmp_path / "out", tiny_spec, "bfloat16", base_dir=tiny_base_dir)).digest
     (tmp_path / "out").unlink()
-    again = publish(PublishJob(patterned, tmp_path / "out", tiny_spec, "float32", expected_digest=digest))
+    again = publish(PublishJob(patterned, tmp_path / "out", tiny_spec, "float32", expected_digest=digest, base_dir=tiny_base_dir))
     assert again.ok
     (tmp_path / "out").unlink()
-    other = publish(PublishJob(upload, tmp_path / "out", tiny_spec, "float32", expected_digest=digest))
+    other = publish(PublishJob(upload, tmp_path / "out", tiny_spec, "float32", expected_digest=digest, base_dir=tiny_base_dir))
     assert not other.ok
     assert other.digest is None
     assert other.report.findings[-1].check == "digest"
@@ -147,6 +160,22 @@ def test_e4m3_rounds_as_torch_does() -> None:
     near = [torch.nextafter(halfway, torch.tensor(sign * torch.inf)) for sign in (-1, 1)]
     values = torch.cat([exact, halfway, *near, random]).clamp(-448, 448)
     assert np.array_equal(to_e4m3_bits(values.numpy()), values.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)])
+def test_fp8_copies_are_cast_as_torch_casts_them(name: str, dtype: torch.dtype) -> None:
+    """Every bf16 value, and the fp32 values beside and between those of the type: also what it has no value for."""
+    of_type = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    of_type = of_type[of_type.isfinite()].sort().values
+    halves = (of_type[1:] + of_type[:-1]) / 2
+    exact = torch.cat([of_type, halves, torch.tensor([464.0, 465, 480, 61440, 61441, 65536, 3.4e38])])
+    beside = [torch.nextafter(exact, torch.tensor(limit)) for limit in (-torch.inf, torch.inf)]
+    bf16 = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float()
+    values = torch.cat([exact, -exact, *beside, bf16])
+    got, expected = to_fp8_bits(values.numpy(), name), values.to(dtype).view(torch.uint8).numpy()
+    is_nan = values.isnan().numpy()
+    assert np.array_equal(got[~is_nan], expected[~is_nan])
+    assert torch.from_numpy(got[is_nan]).view(dtype).float().isnan().all()
 
 
 @pytest.mark.parametrize(("row_type", "largest"), [("int8", 127.0), ("e4m3", 448.0)])

@@ -33,9 +33,9 @@ from graftwork_adapters.publisher import run_publish
 
 
 @pytest.fixture
-def job(upload: Path, tmp_path: Path, tiny_spec: BaseSpec) -> PublishJob:
+def job(upload: Path, tmp_path: Path, tiny_base_dir: Path, tiny_spec: BaseSpec) -> PublishJob:
     limits = Limits(max_rank=32, pattern_seconds=1000.0)  # so that `make_slow` is for the process's own limits to end
-    return PublishJob(upload, tmp_path / "out.safetensors", tiny_spec, "bfloat16", limits)
+    return PublishJob(upload, tmp_path / "out.safetensors", tiny_spec, "bfloat16", limits, base_dir=tiny_base_dir)
 
 
 def workers() -> list[psutil.Process]:
@@ -149,9 +149,17 @@ def test_a_catastrophic_pattern_is_refused_by_name_long_before_the_timeout(job: 
 
 
 def test_too_much_memory_is_a_finding(job: PublishJob) -> None:
-    tensors = {"x": np.zeros(48 << 20, dtype=np.float32)}
+    rank = 500_000  # its rows are packed in memory
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{module}.lora_A.weight": np.zeros((rank, 32), np.float32),
+        f"{module}.lora_B.weight": np.ones((32, rank), np.float32),
+    }
     save_file(tensors, job.upload_dir / "adapter_model.safetensors")
-    result = asyncio.run(run_publish(job, memory_bytes=160 << 20))
+    config = job.upload_dir / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"r": rank}))
+    large = dataclasses.replace(job, limits=Limits(max_rank=rank))
+    result = asyncio.run(run_publish(large, memory_bytes=160 << 20))
     assert "ran out of memory (167772160 bytes)" in failing_message(result)
 
 

@@ -148,14 +148,14 @@ def test_broken_upload_is_refused_with_every_finding(
     bad = tmp_path / "bad"
     bad.mkdir()
     (bad / "adapter_config.json").write_text(
-        (good / "adapter_config.json").read_text().replace('"use_dora": false', '"use_dora": true')
+        (good / "adapter_config.json").read_text().replace('"use_qalora": false', '"use_qalora": true')
     )
     data = (good / "adapter_model.safetensors").read_bytes()
     (bad / "adapter_model.safetensors").write_bytes(data[:-64])
     answer = server.cli("adapters", "push", str(bad), "--tenant", "acme", "--name", "bad", check=False)
     assert answer["state"] == "failed"
     failed = [finding for finding in answer["report"] if finding["result"] == "fail"]
-    assert any("use_dora" in str(finding["field"]) for finding in failed)
+    assert any("use_qalora" in str(finding["field"]) for finding in failed)
     assert len(failed) >= 2
     assert len(server.complete(server.client(key), "plain", PROMPT, 2)) == 2
 

@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from graftwork_adapters.wholes import WholeFacts
 from graftwork_engine.ahead import AheadCore
 from graftwork_engine.core import EngineCore
 from graftwork_engine.kv.manager import KVCacheManager
 from graftwork_engine.messages import OutItem, Sampling, TokenLogprob
 from graftwork_engine.request import AdapterKey, Request, RequestId, RequestStatus
+from graftwork_engine.sched.limits import SchedulerLimits
 from graftwork_engine.sched.plan import BASE, AdapterFailure, RequestResult, ScheduledRequest, StepPlan
-from graftwork_engine.sched.scheduler import Scheduler, SchedulerLimits
+from graftwork_engine.sched.scheduler import Scheduler
 
 VOCAB_SIZE = 50
 
@@ -137,6 +139,7 @@ class ScriptedGate:
     num_places: int = 4
     fetch_polls: dict[str, int] = field(default_factory=dict)
     failures: dict[str, AdapterFailure] = field(default_factory=dict)
+    facts: dict[str, WholeFacts] = field(default_factory=dict)  # of those that bring tensors whole
     holds: Counter[str] = field(default_factory=Counter)
     references: Counter[str] = field(default_factory=Counter)
     resident: dict[str, int] = field(default_factory=dict)  # the least recently used first
@@ -171,6 +174,10 @@ class ScriptedGate:
     def release(self, key: str) -> None:
         assert self.references[key] > 0, f"{key} was released more often than acquired"
         self.references[key] -= 1
+
+    def wholes(self, index: int) -> WholeFacts | None:
+        (key,) = [key for key, place in self.resident.items() if place == index and self.references[key]]
+        return self.facts.get(key)
 
     def needs_room(self, key: str) -> bool:
         taken = len(self._copying) + sum(1 for k in self.resident if self.references[k])
@@ -227,11 +234,12 @@ class Bench:
         caching: bool = True,
         gate: ScriptedGate | None = None,
         is_ahead: bool = False,
+        base_bytes: int = 0,
     ) -> None:
         self.now = 100.0
         self.gate = gate or ScriptedGate()
         self.kv = KVCacheManager(num_blocks, block_size, "base", enable_prefix_caching=caching)
-        self.limits = SchedulerLimits(budget, num_seqs, max_model_len, VOCAB_SIZE, chunk)
+        self.limits = SchedulerLimits(budget, num_seqs, max_model_len, VOCAB_SIZE, chunk, base_bytes)
         self.scheduler = Scheduler(self.limits, self.kv, self.gate, lambda: self.now)
         self.runner = ScriptedRunner(self.gate, block_size)
         self.core = (AheadCore if is_ahead else EngineCore)(self.scheduler, self.runner, self.gate)
@@ -246,6 +254,7 @@ class Bench:
         *,
         adapter: str | None = None,
         adapter_start: int = 0,
+        vocab_size: int | None = None,
         flow: str = "tenant",
         output: list[int] | None = None,
         time_limit: float | None = None,
@@ -276,6 +285,7 @@ class Bench:
             arrival=self.now,
             adapter_key=None if adapter is None else AdapterKey(adapter),
             adapter_start=adapter_start,
+            vocab_size=vocab_size,
             deadline=None if time_limit is None else self.now + time_limit,
             output_ids=list(output or []),
             num_resumed_tokens=len(output or []),

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from device_twins import TwinCapture, mirror_io
 from tiny_model import BLOCK, CONFIG, REFERENCE, TinyEngine, adapter_memory, random_adapter
 
 from graftwork_adapters.base_spec import PROJECTIONS
+from graftwork_adapters.whole_memory import DeviceWholes
+from graftwork_adapters.wholes import WholeFacts
 from graftwork_engine.batch import BatchBuilder, StepCapacity
 from graftwork_engine.graphs import capturing, graph_sizes
 from graftwork_engine.messages import Sampling
@@ -111,6 +114,29 @@ def test_captured_steps_follow_every_mix(monkeypatch: pytest.MonkeyPatch, memory
     assert capture.num_replays >= 7
     # Of each size: 3 lists of work, a last norm; of each layer 4 norms, rotary, 2 of attention, a gate, 8 of adapters.
     assert capture.num_launches == 2 * (3 + 16 * CONFIG.num_layers + 1)
+
+
+def test_captured_steps_are_used_beside_those_with_wholes(monkeypatch: pytest.MonkeyPatch, memory: AdapterMemory) -> None:
+    """A step with an adapter that brings norms is called, padded as it may be; heads are no business of the graph."""
+    dice = torch.Generator().manual_seed(5)
+    norm, head = (torch.randn(shape, generator=dice) for shape in ((32,), (CONFIG.vocab_size, 32)))
+    wholes = {
+        0: DeviceWholes({"model.norm.weight": norm, "model.layers.1.self_attn.q_norm.weight": norm[:8]}, WholeFacts(256, None)),
+        1: DeviceWholes({"lm_head.weight": head}, WholeFacts(12416, CONFIG.vocab_size)),
+    }
+    capture = TwinCapture(monkeypatch)
+    options: dict[str, Any] = {"io": mirror_io(CAPACITY.num_bytes), "make_forward": capturing([4], capture)}
+    options["ops"] = Operators(TritonOperators(1, 16, has_e4m3=False, is_exact=True, is_wide=True))
+    plain = TinyEngine(memory, num_blocks=30, wholes=wholes)
+    captured = TinyEngine(memory, num_blocks=30, is_ahead=True, wholes=wholes, **options)
+    for engine in (plain, captured):
+        for number, adapter in enumerate((0, 2, 1)):
+            engine.add([9 + number], Sampling(max_tokens=2 + number, seed=number, temperature=0.0, logprobs=0), adapter)
+        engine.run()
+    for name in plain.items:
+        assert plain.tokens(name) == captured.tokens(name)
+        assert plain.logprobs(name) == pytest.approx(captured.logprobs(name), abs=1e-4)
+    assert capture.num_replays == 4 - 2  # after the first two, which have norms of their own
 
 
 def test_sizes_of_graphs() -> None:

@@ -43,6 +43,7 @@ def test_settings_are_frozen(model_dir: str) -> None:
         ({"kv_memory_bytes": 0}, "kv_memory_bytes is 0"),
         ({"adapter_page_bytes": 100}, "adapter_page_bytes is 100; choose a multiple of 64"),
         ({"adapter_memory_bytes": 64}, "less than one page of 262144; raise it, or lower adapter_page_bytes"),
+        ({"adapter_whole_bytes": -1}, "adapter_whole_bytes is -1; choose 0, for none, or a number above it"),
         ({"max_adapter_rank": 0}, "max_adapter_rank is 0; choose a number above 0"),
         ({"max_model_len": 1}, "max_model_len is 1; a prompt and an output token need at least 2"),
         ({"store": StoreConfig("/blobs")}, "cache_dir is not; name a folder"),

@@ -8,12 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from property_budget import budget
 
+from graftwork_adapters.wholes import WholeFacts
+from graftwork_engine.errors import ErrorCode
 from graftwork_engine.request import RequestStatus
 from graftwork_engine.sched.plan import AdapterFailure
-from scripted_engine import Bench, ScriptedGate, solo_output
+from scripted_engine import VOCAB_SIZE, Bench, ScriptedGate, solo_output
 
 BROKEN = AdapterFailure("adapter_corrupt", "its bytes are not what its key says")
-ADAPTERS = ("p", "q", "r", "broken")
+ADAPTERS = ("p", "q", "r", "broken", "odd")
+FACTS = {"q": WholeFacts(700, None), "r": WholeFacts(90, VOCAB_SIZE + 3), "odd": WholeFacts(90, VOCAB_SIZE + 5)}
+"""Of adapters that bring tensors whole; requests for "odd" are admitted for another vocabulary than it turns out to have."""
+KNOWN = {"r": VOCAB_SIZE + 3, "odd": VOCAB_SIZE + 4}
 NEVER = "never"
 """An adapter whose load hangs: its requests wait until they are aborted or their time is up, and hold nobody up."""
 
@@ -30,7 +35,7 @@ class CoreMachine(RuleBasedStateMachine):
         num_seqs=st.integers(1, 4),
         chunk=st.sampled_from([None, 1, 2]),
         num_places=st.integers(1, 3),
-        delays=st.lists(st.integers(0, 4), min_size=4, max_size=4),
+        delays=st.lists(st.integers(0, 4), min_size=5, max_size=5),
         caching=st.booleans(),
     )
     def build(
@@ -44,7 +49,7 @@ class CoreMachine(RuleBasedStateMachine):
         delays: list[int],
         caching: bool,
     ) -> None:
-        gate = ScriptedGate(num_places, {**dict(zip(ADAPTERS, delays, strict=True)), NEVER: 10**9}, {"broken": BROKEN})
+        gate = ScriptedGate(num_places, {**dict(zip(ADAPTERS, delays, strict=True)), NEVER: 10**9}, {"broken": BROKEN}, FACTS)
         self.bench = Bench(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -54,6 +59,7 @@ class CoreMachine(RuleBasedStateMachine):
             caching=caching,
             gate=gate,
             is_ahead=self.is_ahead,
+            base_bytes=1000,
         )
         self.capacity = num_blocks * block_size
         self.aborted: set[str] = set()
@@ -96,7 +102,8 @@ class CoreMachine(RuleBasedStateMachine):
             name = f"r{len(self.bench.requests)}"
             what: dict[str, Any] = {
                 "adapter": adapter,
-                "adapter_start": adapter_start,
+                "adapter_start": min(adapter_start, length),
+                "vocab_size": None if adapter is None else KNOWN.get(adapter),
                 "flow": flow,
                 "stop": stop,
                 "choice": choice,
@@ -182,8 +189,11 @@ class CoreMachine(RuleBasedStateMachine):
         elif finish == "error":
             error = items[-1].error
             assert error is not None
-            assert error.code in ("timeout", BROKEN.code)
+            assert error.code in ("timeout", BROKEN.code, ErrorCode.INTERNAL)
             assert (error.code == BROKEN.code) <= (request.adapter_key == "broken")
+            assert (error.code == ErrorCode.INTERNAL) <= (request.adapter_key == "odd")
+        elif request.adapter_key == "odd":
+            assert request.num_resumed_tokens == len(solo), "it ran with an adapter of another vocabulary"
         else:
             assert output == solo
             assert finish == ("stop" if solo[-1] in request.sampling.stop_token_ids else "length")

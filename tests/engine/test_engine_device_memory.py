@@ -92,6 +92,21 @@ def test_adapters_get_their_share_and_never_less_than_uploads_are_held_to(
     assert sizes == {"the device's share": 20, "a share of one's own": 5, "the least": 30, "no share": 1}
 
 
+def test_wholes_get_their_share_beside_it(
+    device: TwinDevice, start: Callable[..., assembly.EngineAssembly], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """More than uploads are held to where the device has it, none where none are served."""
+    monkeypatch.setattr(assembly, "free_memory", lambda _place: 100 << 20)
+    device.whole_fraction = 0.2
+    sizes = {}
+    for name, num_bytes in {"the device's share": 1 << 20, "the least": 30 << 20, "none": 0}.items():
+        settings = {"adapter_memory_bytes": 1 << 20, "adapter_page_bytes": 1 << 18, "store": StoreConfig(str(tmp_path / "store"))}
+        engine = start(**settings, adapter_whole_bytes=num_bytes)
+        sizes[name] = int(engine.stats()["adapter_whole_capacity_bytes"]) >> 20
+        engine.close()
+    assert sizes == {"the device's share": 20, "the least": 30, "none": 0}
+
+
 def test_a_start_says_that_it_is_warm_and_what_is_left(
     device: TwinDevice, start: Callable[..., object], caplog: pytest.LogCaptureFixture
 ) -> None:

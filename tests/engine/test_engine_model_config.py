@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from graftwork_engine.errors import UnsupportedModel
 from graftwork_engine.model.config import Llama3Scaling, ModelConfig, RopeConfig
@@ -58,7 +58,12 @@ def test_a_bare_llama_config_takes_the_defaults_of_its_family(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [(LlamaConfig, "LlamaForCausalLM"), (Qwen2Config, "Qwen2ForCausalLM"), (Qwen3Config, "Qwen3ForCausalLM")],
+    [
+        (LlamaConfig, "LlamaForCausalLM"),
+        (Qwen2Config, "Qwen2ForCausalLM"),
+        (Qwen3Config, "Qwen3ForCausalLM"),
+        (Phi3Config, "Phi3ForCausalLM"),
+    ],
 )
 def test_what_transformers_saves_reads_back(tmp_path: Path, family: type[LlamaConfig], name: str) -> None:
     saved = family(**SHAPE, rms_norm_eps=1e-5, tie_word_embeddings=True, eos_token_id=7, architectures=[name], head_dim=24)
@@ -73,7 +78,12 @@ def test_what_transformers_saves_reads_back(tmp_path: Path, family: type[LlamaCo
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [(LlamaConfig, "LlamaForCausalLM"), (Qwen2Config, "Qwen2ForCausalLM"), (Qwen3Config, "Qwen3ForCausalLM")],
+    [
+        (LlamaConfig, "LlamaForCausalLM"),
+        (Qwen2Config, "Qwen2ForCausalLM"),
+        (Qwen3Config, "Qwen3ForCausalLM"),
+        (Phi3Config, "Phi3ForCausalLM"),
+    ],
 )
 def test_defaults_are_those_of_transformers(tmp_path: Path, family: type[LlamaConfig], name: str) -> None:
     needed = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"} | {"num_attention_heads": 32}
@@ -95,6 +105,9 @@ def test_biases_and_norms_follow_the_family(tmp_path: Path) -> None:
     qwen3 = read(tmp_path, {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": True})
     assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.qk_norm) == (True, True, False, True)
     assert qwen3.head_dim == 128
+    phi3 = read(tmp_path, {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": True})
+    assert (phi3.qkv_bias, phi3.o_bias, phi3.mlp_bias, phi3.qk_norm) == (False, False, False, False)  # its code has none
+    assert [config.fuses_projections for config in (llama, qwen2, qwen3, phi3)] == [False, False, False, True]
 
 
 def test_an_explicit_null_means_one_kv_head_for_each_head(tmp_path: Path) -> None:

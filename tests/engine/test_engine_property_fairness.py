@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from property_budget import budget as tries
 
 from graftwork_engine.request import RequestStatus
-from graftwork_engine.sched.scheduler import COST_OF_OUTPUT_TOKEN, COST_OF_PROMPT_TOKEN
+from graftwork_engine.sched.costs import COST_OF_OUTPUT_TOKEN, COST_OF_PROMPT_TOKEN
 from scripted_engine import Bench, ScriptedGate, solo_output
 
 

@@ -324,7 +324,7 @@ def test_a_step_without_controls_makes_nothing_for_them(memory: AdapterMemory, m
         seen.append((logits.data_ptr(), made[-1]))
         return original(logits, batch)  # type: ignore[arg-type]
 
-    def head(ops: Operators, hidden: torch.Tensor) -> torch.Tensor:
+    def head(ops: Operators, hidden: torch.Tensor, *_: object) -> torch.Tensor:
         logits = project(ops, hidden)
         made.append(logits.data_ptr())
         return logits
@@ -374,7 +374,7 @@ def raw_logits(engine: TinyEngine, output: list[int]) -> torch.Tensor:
     model = engine.runner._model
     project = model.logits
 
-    def head(ops: Operators, hidden: torch.Tensor) -> torch.Tensor:
+    def head(ops: Operators, hidden: torch.Tensor, *_: object) -> torch.Tensor:
         kept.append(project(ops, hidden))
         return kept[-1]
 

@@ -182,7 +182,7 @@ def test_prompt_scores_that_are_not_finite_fail_the_request(memory: AdapterMemor
     model = engine.runner._model
     project = model.logits
 
-    def head(ops: Operators, hidden: torch.Tensor) -> torch.Tensor:
+    def head(ops: Operators, hidden: torch.Tensor, *_: object) -> torch.Tensor:
         logits = project(ops, hidden)
         if len(logits) == len(PROMPT) - 1:
             logits[4, 9] = float("inf")

@@ -25,7 +25,7 @@ from graftwork_adapters.publish_job import PublishJob
 from graftwork_adapters.store import StoreConfig
 from graftwork_engine.assembly import build_engine
 from graftwork_engine.config import EngineConfig
-from graftwork_engine.messages import OutItem, Sampling
+from graftwork_engine.messages import OutItem, Sampling, TokenLogprob
 from graftwork_engine.request import AdapterKey, Request, RequestId
 
 VOCAB_SIZE = 96
@@ -125,7 +125,7 @@ def _publish(
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     packed = folder.with_suffix(".packed")
-    result = publish(PublishJob(folder, packed, spec, "float32"))
+    result = publish(PublishJob(folder, packed, spec, "float32", base_dir=folder.parent / "base"))
     assert result.packed_key is not None, result.report
     store.put_if_absent(packed_path(result.packed_key), packed)
     return AdapterKey(result.packed_key), result.num_bytes
@@ -154,6 +154,9 @@ class TinyEngine:
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.cached: dict[str, int] = {}
+        self.errors: dict[str, str] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
 
     def add(
         self,
@@ -164,18 +167,24 @@ class TinyEngine:
         output: Sequence[int] = (),
         salt: bytes = b"salt",
         time_limit: float | None = None,
+        adapter_start: int = 0,
+        vocab_size: int | None = None,
+        sampling: Sampling | None = None,
+        flow: str = "flow",
     ) -> str:
-        """Add a greedy request; gives its name."""
+        """Add a request, a greedy one unless ``sampling`` says otherwise; gives its name."""
         name = f"r{len(self.outputs)}"
         self.outputs[name] = list(output)
         request = Request(
             RequestId(name),
             list(prompt),
-            Sampling(max_tokens, 1, temperature=0.0),
+            sampling or Sampling(max_tokens, 1, temperature=0.0),
             salt,
-            "flow",
+            flow,
             self.now,
             adapter_key=self.keys[adapter],
+            adapter_start=adapter_start,
+            vocab_size=vocab_size,
             deadline=None if time_limit is None else self.now + time_limit,
             output_ids=list(output),
             num_resumed_tokens=len(output),
@@ -189,6 +198,11 @@ class TinyEngine:
         for item in items:
             assert item.first_output_index == len(self.outputs[item.request_id])
             self.outputs[item.request_id] += item.token_ids
+            self.logprobs.setdefault(item.request_id, []).extend(item.logprobs or ())
+            if item.prompt_logprobs is not None:
+                self.prompt_logprobs[item.request_id] = item.prompt_logprobs
+            if item.error is not None:
+                self.errors[item.request_id] = item.error.message
             if item.cached_tokens:
                 self.cached[item.request_id] = item.cached_tokens
             if item.finish is not None:

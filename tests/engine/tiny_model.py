@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graftwork_adapters.base_spec import PROJECTIONS
+from graftwork_adapters.whole_memory import DeviceWholes
+from graftwork_adapters.wholes import WholeFacts
 from graftwork_engine.ahead import AheadCore
 from graftwork_engine.batch import StepCapacity
 from graftwork_engine.core import EngineCore
@@ -21,8 +24,9 @@ from graftwork_engine.model.layers import Placement
 from graftwork_engine.model.registry import build_model
 from graftwork_engine.request import AdapterKey, Request, RequestId
 from graftwork_engine.runner import ModelRunner
+from graftwork_engine.sched.limits import SchedulerLimits
 from graftwork_engine.sched.plan import AdapterFailure
-from graftwork_engine.sched.scheduler import Scheduler, SchedulerLimits
+from graftwork_engine.sched.scheduler import Scheduler
 from graftwork_kernels import reference
 from graftwork_kernels.layout import AdapterMemory, RowType, SiteField
 from graftwork_kernels.ops import Operators
@@ -104,7 +108,10 @@ def make_runner(
 
 
 class ResidentGate:
-    """Adapter "2" is the one at place 2 of memory, always there."""
+    """Adapter "2" is the one at place 2 of memory, always there; ``facts`` of those that bring tensors whole, by place."""
+
+    def __init__(self, facts: Mapping[int, WholeFacts] | None = None) -> None:
+        self.facts = facts or {}
 
     def hold(self, key: str) -> None: ...
 
@@ -114,6 +121,9 @@ class ResidentGate:
         return int(key)
 
     def release(self, key: str) -> None: ...
+
+    def wholes(self, index: int) -> WholeFacts | None:
+        return self.facts.get(index)
 
     def needs_room(self, key: str) -> bool:
         return False
@@ -141,13 +151,14 @@ class TinyEngine:
         chunk: int | None = None,
         ops: Operators = REFERENCE,
         is_ahead: bool = False,
+        wholes: Mapping[int, DeviceWholes] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         self.kv = make_kv(num_blocks)
         limits = SchedulerLimits(budget, num_seqs, CONFIG.max_position_embeddings, CONFIG.vocab_size, chunk)
-        gate = ResidentGate()
+        gate = ResidentGate({index: brought.facts for index, brought in wholes.items()})
         scheduler = Scheduler(limits, KVCacheManager(num_blocks, BLOCK, "base"), gate, lambda: 0.0)
-        self.runner = make_runner(memory, num_blocks, self.kv, ops, is_ahead=is_ahead, **options)
+        self.runner = make_runner(memory, num_blocks, self.kv, ops, is_ahead=is_ahead, wholes=wholes, **options)
         self.core = (AheadCore if is_ahead else EngineCore)(scheduler, self.runner, gate)
         self.items: dict[str, list[OutItem]] = {}
         self._numbers = count()

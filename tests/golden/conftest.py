@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import pytest
 import torch
 from compiled_kernels import KERNEL_DIR
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from graftwork_adapters.base_spec import load_base_spec
 from graftwork_adapters.folder_store import FolderStore
@@ -56,7 +57,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama3-rope": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(LLAMA3_ROPE)),
     "qwen2": lambda: Qwen2Config(**SHAPE),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True),
+    "phi3": lambda: Phi3Config(**SHAPE, pad_token_id=None),
 }
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+"""What PEFT finds in a Phi3 in their place."""
 
 ALL_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -129,6 +133,16 @@ def _greedy(model: torch.nn.Module, prompt: list[int]) -> Expected:
     return Expected(tokens[len(prompt) :], of_next[split:], of_next[:split])
 
 
+def fuse_targets(lora: LoraConfig) -> None:
+    """Let it name the projections of a Phi3."""
+    if not isinstance(lora.target_modules, str):
+        lora.target_modules = {FUSED.get(name, name) for name in lora.target_modules or ()}
+    for patterns in (lora.rank_pattern, lora.alpha_pattern):
+        for name, value in list(patterns.items()):
+            head, dot, last = name.rpartition(".")
+            patterns[head + dot + FUSED.get(last, last)] = patterns.pop(name) and value
+
+
 def _make_golden(family: str, folder: Path) -> Golden:
     torch.manual_seed(0)  # one that gives no near ties anywhere below
     config = FAMILIES[family]()
@@ -140,14 +154,17 @@ def _make_golden(family: str, folder: Path) -> Golden:
     adapters = {}
     for name, adapter in ADAPTERS.items():
         base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-        get_peft_model(base, adapter()).save_pretrained(folder / name)
+        lora = adapter()
+        if family == "phi3":
+            fuse_targets(lora)
+        get_peft_model(base, lora).save_pretrained(folder / name)
         adapters[name] = folder / name
     store = FolderStore(folder / "store")
     spec = load_base_spec(folder / "base")
     keys: dict[str | None, AdapterKey | None] = {None: None}
     sizes = []
     for name, upload in adapters.items():
-        result = publish(PublishJob(upload, folder / f"{name}.packed", spec, "float32"))
+        result = publish(PublishJob(upload, folder / f"{name}.packed", spec, "float32", base_dir=folder / "base"))
         assert result.packed_key is not None, result.report
         store.put_if_absent(packed_path(result.packed_key), folder / f"{name}.packed")
         keys[name] = AdapterKey(result.packed_key)
@@ -176,6 +193,8 @@ class Job:
     seed: int = 0
     scores_prompt: bool = False
     max_tokens: int = OUTPUT_TOKENS
+    adapter_start: int = 0
+    vocab_size: int | None = None  # of the adapter, where it is not the base's
 
 
 @dataclass
@@ -189,10 +208,18 @@ class Answer:
     cached_tokens: int = 0
 
 
+class Model(Protocol):
+    """What an engine is started over."""
+
+    model_dir: Path
+    store_dir: Path
+    keys: dict[str | None, AdapterKey | None]
+
+
 class Engine:
     """A whole engine without its process: scheduler, model, adapter store and residency, stepped by hand."""
 
-    def __init__(self, golden: Golden, cache_dir: Path, **settings: object) -> None:
+    def __init__(self, golden: Model, cache_dir: Path, **settings: object) -> None:
         self._keys = golden.keys
         defaults: dict[str, object] = {
             "model_dir": str(golden.model_dir),
@@ -257,6 +284,8 @@ class Engine:
             flow="tenant",
             arrival=time.monotonic(),
             adapter_key=self._keys[job.adapter],
+            adapter_start=job.adapter_start,
+            vocab_size=job.vocab_size,
             output_ids=list(job.output_ids),
             num_resumed_tokens=len(job.output_ids),
         )
@@ -278,6 +307,12 @@ def _take_in(answer: Answer, item: OutItem) -> None:
 def job() -> type[Job]:
     """The class of jobs: tests of this layout cannot import a neighbour."""
     return Job
+
+
+@pytest.fixture(scope="session")
+def engine() -> type[Engine]:
+    """The class of engines, for tests that bring their own models."""
+    return Engine
 
 
 @pytest.fixture

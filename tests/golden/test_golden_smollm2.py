@@ -83,7 +83,7 @@ def outputs(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) 
     spec, store = load_base_spec(BASE, folder), FolderStore(folder / "store")
     keys: dict[str, AdapterKey | None] = {"base": None}
     for adapter in ADAPTERS:
-        result = publish(PublishJob(adapter, folder / f"{adapter.name}.packed", spec, "bfloat16"))
+        result = publish(PublishJob(adapter, folder / f"{adapter.name}.packed", spec, "bfloat16", base_dir=BASE))
         assert result.packed_key is not None, json.dumps(result.report.as_json())
         store.put_if_absent(packed_path(result.packed_key), folder / f"{adapter.name}.packed")
         keys[adapter.name] = AdapterKey(result.packed_key)

@@ -66,7 +66,7 @@ def contents(url: str) -> dict[str, list[dict[str, Any]]]:
 def fill(url: str) -> None:
     """A row or more in every table."""
     tenant, adapter, version, key = (UUID(int=n) for n in range(1, 5))
-    made: list[Any] = [Tenant(id=tenant, name="acme", created_at=1)]
+    made: list[Any] = [Tenant(id=tenant, name="acme", row_type="int8", created_at=1)]
     made += [Adapter(id=adapter, tenant_id=tenant, name="support", next_version=2, created_at=2)]
     digest = "d" * 64
     made += [
@@ -79,6 +79,8 @@ def fill(url: str) -> None:
             manifest_sha256="m" * 64,
             state="ready",
             report=[{"check": "größe", "result": None}],
+            row_type="e4m3",
+            facts={"traits": {"vocab_size": 7}},
             created_at=3,
             ready_at=2**40,
         ),

@@ -23,14 +23,16 @@ from dev_servers.postgres import PostgresServer
 from graftwork_adapters.base_spec import BaseSpec
 from graftwork_adapters.keys import AdapterDigest, packed_key
 from graftwork_adapters.packed import PackedIndex, write_packed
-from graftwork_adapters.publish_job import PublishJob, PublishResult
+from graftwork_adapters.publish_job import AdapterTraits, PublishJob, PublishResult
 from graftwork_adapters.report import Report
 from graftwork_adapters.stores import open_store
 from graftwork_migrations import runner
 from graftwork_platform.admin.routes import admin_router
+from graftwork_platform.catalog.facts import OwnText
 from graftwork_platform.context import Services, build_services, running
 from graftwork_platform.errors import install_error_handlers
 from graftwork_platform.settings import PublishLimits, Settings, UploadLimits
+from graftwork_platform.text.upload_text import TextJob, TextVerdict
 
 BASE_NAME = "tiny-base"
 
@@ -42,6 +44,7 @@ class SteeredPublish:
     fail: str | None = None
     error: Exception | None = None
     blocked: bool = False
+    traits: AdapterTraits = field(default_factory=AdapterTraits)
     jobs: list[PublishJob] = field(default_factory=list)
 
     async def __call__(self, job: PublishJob, *, timeout_s: float, memory_bytes: int) -> PublishResult:
@@ -63,7 +66,26 @@ class SteeredPublish:
         write_packed(job.out_path, index, np.empty(0, np.uint8))
         report.passed("tensors", "applied 2 of 2 tensors")
         files = tuple(sorted(p.relative_to(job.upload_dir).as_posix() for p in job.upload_dir.rglob("*") if p.is_file()))
-        return PublishResult(ok=True, report=report, digest=digest, packed_key=key, files=files)
+        return PublishResult(ok=True, report=report, digest=digest, packed_key=key, files=files, traits=self.traits)
+
+
+@dataclass
+class SteeredTextCheck:
+    """Stands in for the process that looks at text files: ``fail`` refuses them, else ``text`` is in force."""
+
+    text: OwnText = field(default_factory=OwnText)
+    prompts: list[list[int]] | None = None
+    fail: str | None = None
+    jobs: list[TextJob] = field(default_factory=list)
+
+    async def __call__(self, job: TextJob) -> TextVerdict:
+        self.jobs.append(job)
+        report = Report()
+        if self.fail is not None:
+            report.fail("tokenizer", "tokenizer.json", self.fail, "save it again")
+            return TextVerdict(report, OwnText())
+        report.passed("tokenizer", "is in force", "tokenizer.json")
+        return TextVerdict(report, self.text, self.prompts)
 
 
 @dataclass
@@ -73,6 +95,7 @@ class Admin:
     client: TestClient
     services: Services
     publish: SteeredPublish
+    check: SteeredTextCheck
     key: str
 
     def call(self, method: str, path: str, *, key: str | None = "", **options: Any) -> Any:
@@ -87,9 +110,9 @@ class Admin:
     def tenant(self, name: str = "acme") -> str:
         return str(self.call("POST", "/tenants", json={"name": name}).json()["id"])
 
-    def start_upload(self, tenant: str, files: dict[str, bytes], name: str = "support") -> Any:
+    def start_upload(self, tenant: str, files: dict[str, bytes], name: str = "support", **extra: Any) -> Any:
         promised = [{"path": p, "size": len(b), "sha256": hashlib.sha256(b).hexdigest()} for p, b in files.items()]
-        return self.call("POST", f"/tenants/{tenant}/uploads", json={"name": name, "files": promised})
+        return self.call("POST", f"/tenants/{tenant}/uploads", json={"name": name, "files": promised, **extra})
 
     def send_parts(self, tenant: str, upload: Any, files: dict[str, bytes]) -> None:
         for part in upload["parts"]:
@@ -280,12 +303,16 @@ def start_admin(data_settings: Settings, bare_spec: BaseSpec) -> Callable[..., A
 
     @contextmanager
     def start(
-        steer: Any = None, spec: BaseSpec = bare_spec, now: Callable[[], float] | None = None, **changes: Any
+        steer: Any = None,
+        spec: BaseSpec = bare_spec,
+        now: Callable[[], float] | None = None,
+        measure: Any = None,
+        **changes: Any,
     ) -> Iterator[Admin]:
-        steer = steer or SteeredPublish()
+        steer, check = steer or SteeredPublish(), SteeredTextCheck()
         settings = replace(data_settings, **changes)
         clock = {"now": now} if now else {}
-        services = build_services(settings, spec, open_store(settings.store), run=steer, **clock)
+        services = build_services(settings, spec, open_store(settings.store), run=steer, check=check, measure=measure, **clock)
 
         @asynccontextmanager
         async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -296,7 +323,7 @@ def start_admin(data_settings: Settings, bare_spec: BaseSpec) -> Callable[..., A
         install_error_handlers(app)
         app.include_router(admin_router(services))
         with TestClient(app, raise_server_exceptions=False) as client:
-            yield Admin(client, services, steer, settings.admin_key_file.read_text().strip())
+            yield Admin(client, services, steer, check, settings.admin_key_file.read_text().strip())
 
     return start
 

@@ -47,6 +47,7 @@ def test_the_routes_are_those_of_the_contract(admin: Any) -> None:
             ("GET", "/admin/v1/tenants"),
             ("GET", tenant),
             ("DELETE", tenant),
+            ("PATCH", tenant),
             ("POST", f"{tenant}/keys"),
             ("GET", f"{tenant}/keys"),
             ("DELETE", f"{tenant}/keys/{{key_id}}"),

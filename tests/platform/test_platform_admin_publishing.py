@@ -248,7 +248,7 @@ def test_a_publication_that_outlived_too_many_servers_fails_with_a_clear_error(s
                 upload = admin.start_upload(tenant, FILES).json()
                 admin.send_parts(tenant, upload, FILES)
                 admin.call("POST", f"/tenants/{tenant}/uploads/{upload['id']}/complete")
-            admin.run(asyncio.sleep, 0.05)
+            admin.until(lambda started=admin.publish.jobs: bool(started))
     with start_admin(publish=PublishLimits(max_attempts=2)) as admin:
         ended = admin.wait(tenant, upload["id"])
         assert ended["state"] == "failed"

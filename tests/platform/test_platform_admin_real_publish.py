@@ -202,7 +202,9 @@ def test_serve_tells_publishing_the_engines_adapter_memory(
     command.serve(model=real_base, data_dir=tmp_path, adapter_memory=1 << 20, adapter_page=4096, max_lora_rank=8)
     (plan,) = plans
     settings = decode_config(encode_config(ApiConfig(plan.settings, "ipc://engine"))).settings
-    assert settings.publish.memory == ServingMemory(1 << 20, 4096, plan.engine.adapter_host_bytes)
+    engine = plan.engine
+    expected = ServingMemory(1 << 20, 4096, engine.adapter_host_bytes, engine.adapter_whole_bytes, engine.dtype)
+    assert settings.publish.memory == expected
     assert settings.publish.max_rank == 8
     assert plan.engine.max_adapter_rank == 256, "what was published under a higher limit stays in service"
     command.serve(model=real_base, data_dir=tmp_path, max_lora_rank=300)

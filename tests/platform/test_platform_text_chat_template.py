@@ -105,6 +105,8 @@ def test_a_prompt_has_the_bos_tokens_that_its_template_writes(sandbox: TemplateS
         ("{{ messages | tojson(separators=7) }}", "int"),
         ("{{ raise_exception('x' * 10**5) }}", "^.{100,1000}$"),
         ("{{ messages.__init__.__globals__ }}", "unsafe"),
+        ("{{ raise_exception('\\ud800 is no text') }}", r"\? is no text"),
+        ("{{ '\\ud800' }}", "half a surrogate pair"),
         ("{{ lipsum.__globals__['os'].getcwd() }}", "unsafe|undefined"),
         ("{{ ''|attr('__class__') }}x{{ (''|attr('__class__')).mro() }}", "unsafe|undefined"),
         ("{{ '{0.__class__.__mro__}'.format('x') }}{{ raise_exception('shown') }}", "unsafe|undefined"),

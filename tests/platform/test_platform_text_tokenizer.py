@@ -154,6 +154,26 @@ def test_bytes_of_sentencepiece_tokens(tmp_path: Path) -> None:
     assert b"".join(tokenizer.token_bytes(i) for i in ids) == " hello world ☃".encode()
 
 
+class _WithoutWholes:
+    """A library's tokenizer that is never asked for all it has at once."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> object:
+        assert name not in ("get_vocab", "to_str"), "these hold the interpreter's lock for as long as the vocabulary is large"
+        return getattr(self._backend, name)
+
+
+def test_with_known_rows_the_vocabulary_is_never_asked_for_as_a_whole(tmp_path: Path) -> None:
+    folder = byte_level_dir(tmp_path / "m")
+    wanted = Tokenizer.from_dir(folder)
+    tokenizer = Tokenizer(_WithoutWholes(wanted._backend), wanted.special_tokens, wanted.max_id + 1)  # type: ignore[arg-type]
+    assert tokenizer.max_bytes_per_token == wanted.max_bytes_per_token
+    assert tokenizer.is_byte_level
+    assert tokenizer.encode(CORPUS[1]) == wanted.encode(CORPUS[1])
+
+
 @pytest.mark.parametrize(
     ("name", "content"), [("tokenizer.json", "{"), ("tokenizer_config.json", "[]"), ("tokenizer_config.json", "{")]
 )

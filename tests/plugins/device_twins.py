@@ -150,6 +150,7 @@ class TwinDevice:
     compiles = True
     usual_rows, usual_requests = 256, 64
     adapter_fraction = 0.0
+    whole_fraction = 0.0
 
     def __init__(self) -> None:
         self.num_measured = 0

@@ -27,12 +27,15 @@ class Family:
     head_dim: int | None = None  # None: hidden size over query heads
     qkv_bias: bool | None = None  # None: the config's ``attention_bias`` decides for q, k, v and o
     qk_norm: bool = False
+    fuses_projections: bool = False
+    rms_norm_eps: float = 1e-6
 
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", max_position_embeddings=2048),
     "Qwen2ForCausalLM": Family("qwen2", max_position_embeddings=32768, num_kv_heads=32, qkv_bias=True),
     "Qwen3ForCausalLM": Family("qwen3", max_position_embeddings=32768, num_kv_heads=32, head_dim=128, qk_norm=True),
+    "Phi3ForCausalLM": Family("phi3", max_position_embeddings=4096, qkv_bias=False, fuses_projections=True, rms_norm_eps=1e-5),
 }
 """Every architecture that is served, by its name in ``config.json``."""
 
@@ -82,6 +85,11 @@ class ModelConfig:
         """Projections that an adapter can attach to, over all layers."""
         return self.num_layers * len(PROJECTIONS)
 
+    @property
+    def fuses_projections(self) -> bool:
+        """Whether its files hold q, k and v as one matrix, and gate and up as another."""
+        return FAMILIES[self.architecture].fuses_projections
+
     @classmethod
     def from_dir(cls, path: Path) -> ModelConfig:
         """Read a model folder; raises `UnsupportedModel` naming whatever is missing, malformed or not served."""
@@ -101,7 +109,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=_num_kv_heads(fields, family, num_heads),
             head_dim=fields.positive("head_dim", family.head_dim or hidden_size // num_heads),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
             rope=_rope(fields, max_positions),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=attention_bias and family.qkv_bias is None,
@@ -181,9 +189,10 @@ def _refuse_unserved(fields: _Fields) -> None:
         fields.refuse("hidden_act", act, "served is silu")
     if fields.get("use_sliding_window", bool, False):
         fields.refuse("use_sliding_window", True, "attention over a sliding window is not served")
-    # Qwen writes the width of a window it does not use; in a Llama config the field can only mean that one is wanted.
-    if fields.architecture == "LlamaForCausalLM" and fields.raw.get("sliding_window") is not None:
-        fields.refuse("sliding_window", fields.raw["sliding_window"], "attention over a sliding window is not served")
+    # Qwen writes the width of a window it does not use; in other configs the field can only mean that one is wanted.
+    window = fields.raw.get("sliding_window")
+    if fields.architecture in ("LlamaForCausalLM", "Phi3ForCausalLM") and window is not None:
+        fields.refuse("sliding_window", window, "attention over a sliding window is not served")
     if any(kind != "full_attention" for kind in fields.get("layer_types", list, [])):
         fields.refuse("layer_types", fields.raw["layer_types"], "served is full_attention alone")
     if fields.raw.get("partial_rotary_factor") not in (None, 1, 1.0):

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from graftwork_adapters.base_spec import PROJECTIONS
+from graftwork_engine.model import wholes
 from graftwork_engine.model.config import Llama3Scaling, RopeConfig
+from graftwork_engine.model.wholes import WholeGroup
 from graftwork_kernels.layout import AdapterBatch, AdapterMemory, AttentionBatch, LinearSite, Weight
 from graftwork_kernels.ops import Operators
 
@@ -38,7 +40,8 @@ class Placement:
 class ForwardBatch:
     """All that the layers need to know of a step beside its rows: the operators that compute it, and what those ask for.
 
-    ``positions`` int64 [T]: each row's place in its sequence.
+    ``positions`` int64 [T]: each row's place in its sequence. ``wholes``: the rows whose adapters bring tensors whole; a pass that
+    is recorded has none.
     """
 
     ops: Operators
@@ -46,6 +49,7 @@ class ForwardBatch:
     attention: AttentionBatch
     adapters: AdapterBatch
     adapter_memory: AdapterMemory
+    wholes: tuple[WholeGroup, ...] = ()
 
 
 class RmsNorm:
@@ -60,24 +64,34 @@ class RmsNorm:
         """The norm's weight."""
         yield f"{self.name}.weight", self.weight
 
-    def __call__(self, ops: Operators, x: Tensor) -> Tensor:
-        """Norm of ``x`` [..., size]."""
-        return ops.rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Norm of ``x`` [T, ..., size]."""
+        normed = batch.ops.rms_norm(x, self.weight, self.eps)
+        if batch.wholes:
+            wholes.norm(batch.ops, x, self.name, self.eps, normed, batch.wholes)
+        return normed
 
-    def add(self, ops: Operators, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of ``x + residual``, ``x + residual`` in fp32)."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def add(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """(norm of ``x + residual`` [T, size], ``x + residual`` in fp32)."""
+        normed, total = batch.ops.add_rms_norm(x, residual, self.weight, self.eps)
+        if batch.wholes:
+            wholes.norm(batch.ops, total, self.name, self.eps, normed, batch.wholes)
+        return normed, total
 
 
 class Projections:
     """One or several projections of the same input computed as one product; each can carry adapters of its own.
 
-    ``sizes`` maps places in `PROJECTIONS` to output features, in the order in which the outputs lie side by side.
+    ``sizes`` maps places in `PROJECTIONS` to output features, in the order in which the outputs lie side by side. ``fused``: the
+    name under which a checkpoint brings all of them as one, None where each has its own.
     """
 
-    def __init__(self, layer: int, in_features: int, sizes: Mapping[str, int], bias: bool, place: Placement) -> None:
+    def __init__(
+        self, layer: int, in_features: int, sizes: Mapping[str, int], bias: bool, place: Placement, fused: str | None = None
+    ) -> None:
         self.layer = layer
-        self.names = tuple(sizes)
+        self.fused = fused
+        self.modules = tuple(f"model.layers.{layer}.{name}" for name in sizes)
         self.sizes = tuple(sizes.values())
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         self.sites = tuple(
@@ -89,8 +103,10 @@ class Projections:
 
     def destinations(self) -> Destinations:
         """Each projection's rows of the packed weight and bias."""
-        for name, site in zip(self.names, self.sites, strict=True):
-            module = f"model.layers.{self.layer}.{name}"
+        if self.fused is not None:
+            yield f"model.layers.{self.layer}.{self.fused}.weight", self.weight.data
+            return
+        for module, site in zip(self.modules, self.sites, strict=True):
             yield f"{module}.weight", self.weight.data[site.start : site.start + site.size]
             if self.bias is not None:
                 yield f"{module}.bias", self.bias[site.start : site.start + site.size]
@@ -102,7 +118,13 @@ class Projections:
     def __call__(self, x: Tensor, batch: ForwardBatch, out_dtype: torch.dtype | None = None) -> Tensor:
         """[T, in_features] → [T, sum of sizes], in x's type if ``out_dtype`` is None."""
         memory, adapters = batch.adapter_memory, batch.adapters
-        return batch.ops.adapter_linear(x, self.weight, self.bias, memory, adapters, self.sites, out_dtype=out_dtype)
+        out = batch.ops.adapter_linear(x, self.weight, self.bias, memory, adapters, self.sites, out_dtype=out_dtype)
+        if batch.wholes:
+            for module, site in zip(self.modules, self.sites, strict=True):
+                columns = slice(site.start, site.start + site.size)
+                bias = None if self.bias is None else self.bias[columns]
+                wholes.linear(batch.ops, x, module, bias, out[:, columns], batch.wholes)
+        return out
 
 
 class Embedding:
@@ -122,6 +144,8 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """int64 [T] → [T, hidden]."""
+        if batch.wholes:
+            return wholes.embed(batch.ops, token_ids, self.weight, batch.wholes)
         return batch.ops.embedding(token_ids, self.weight)
 
 

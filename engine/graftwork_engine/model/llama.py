@@ -1,4 +1,4 @@
-"""A decoder-only transformer of the Llama family (Llama, Qwen2, Qwen3), read from the top down: model, layer, attention, MLP.
+"""A decoder-only transformer of the Llama family (Llama, Qwen2, Qwen3, Phi3), read from the top down: model, layer, attention, MLP.
 
 What distinguishes the families (biases, norms of query and key heads, rotary scaling, a tied head) stands in `ModelConfig`. Rows of
 all requests lie flat behind each other; who they belong to is the business of the operators that get a `ForwardBatch`.
@@ -6,6 +6,7 @@ all requests lie flat behind each other; who they belong to is the business of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from graftwork_engine.kv_memory import KvCache
+from graftwork_engine.model import wholes
 from graftwork_engine.model.config import ModelConfig
 from graftwork_engine.model.layers import Destinations, Embedding, ForwardBatch, Placement, Projections, RmsNorm, rotary_table
+from graftwork_engine.model.wholes import WholeGroup
 from graftwork_kernels.ops import Operators
 
 
@@ -56,7 +59,7 @@ class Llama:
         residual: Tensor | None = None  # fp32, as what is added to it: bf16 would round in every layer
         for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
             hidden, residual = layer(hidden, residual, batch, keys, values)
-        hidden, _ = self.norm.add(batch.ops, hidden, residual)
+        hidden, _ = self.norm.add(hidden, residual, batch)
         return hidden
 
     def _planned(self, batch: ForwardBatch) -> ForwardBatch:
@@ -65,8 +68,12 @@ class Llama:
         adapters, attention = batch.ops.plan_step(batch.adapter_memory, batch.adapters, batch.attention, group, self.place.dtype)
         return replace(batch, adapters=adapters, attention=attention)
 
-    def logits(self, ops: Operators, hidden: Tensor) -> Tensor:
-        """[rows, H] → fp32 [rows, V], for the rows that need them."""
+    def logits(self, ops: Operators, hidden: Tensor, groups: Sequence[WholeGroup] = (), num_logits: int = 0) -> Tensor:
+        """[rows, H] → fp32 [rows, V], for the rows that need them. ``groups`` of them have heads of their own; V is at least
+        ``num_logits``, and what a row's head does not have is -inf.
+        """
+        if groups or num_logits:
+            return wholes.logits(ops, hidden, self.lm_head.weight, groups, num_logits)
         return ops.linear(hidden, self.lm_head.weight, out_dtype=torch.float32)
 
 
@@ -94,9 +101,9 @@ class DecoderLayer:
         self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(what this layer adds last, the sum of everything before it); the next norm adds the two."""
-        hidden, residual = self.input_norm.add(batch.ops, hidden, residual)
+        hidden, residual = self.input_norm.add(hidden, residual, batch)
         hidden = self.self_attn(hidden, batch, keys, values)
-        hidden, residual = self.post_attention_norm.add(batch.ops, hidden, residual)
+        hidden, residual = self.post_attention_norm.add(hidden, residual, batch)
         return self.mlp(hidden, batch), residual
 
 
@@ -108,7 +115,8 @@ class Attention:
         self.rotary = rotary
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         sizes = {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
-        self.qkv_proj = Projections(layer, config.hidden_size, sizes, config.qkv_bias, place)
+        fused = "self_attn.qkv_proj" if config.fuses_projections else None
+        self.qkv_proj = Projections(layer, config.hidden_size, sizes, config.qkv_bias, place, fused)
         self.o_proj = Projections(layer, query_size, {"self_attn.o_proj": config.hidden_size}, config.o_bias, place)
         self.qk_norm: tuple[RmsNorm, RmsNorm] | None = None
         if config.qk_norm:
@@ -127,7 +135,7 @@ class Attention:
         packed = torch.split_with_sizes(self.qkv_proj(hidden, batch), self.qkv_proj.sizes, dim=-1)
         q, k, v = (part.view(len(hidden), -1, self.head_dim) for part in packed)
         if self.qk_norm is not None:
-            q, k = self.qk_norm[0](batch.ops, q), self.qk_norm[1](batch.ops, k)
+            q, k = self.qk_norm[0](q, batch), self.qk_norm[1](k, batch)
         q = batch.ops.rotary_and_write_kv(q, k, v, batch.positions, self.rotary, keys, values, batch.attention.kv_slot)
         attended = batch.ops.paged_attention(q, keys, values, batch.attention, self.head_dim**-0.5)
         return self.o_proj(attended.flatten(-2), batch, torch.float32)
@@ -138,7 +146,8 @@ class Mlp:
 
     def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
         sizes = {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}
-        self.gate_up_proj = Projections(layer, config.hidden_size, sizes, config.mlp_bias, place)
+        fused = "mlp.gate_up_proj" if config.fuses_projections else None
+        self.gate_up_proj = Projections(layer, config.hidden_size, sizes, config.mlp_bias, place, fused)
         self.down_proj = Projections(layer, config.intermediate_size, {"mlp.down_proj": config.hidden_size}, config.mlp_bias, place)
 
     def destinations(self) -> Destinations:

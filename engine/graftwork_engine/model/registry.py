@@ -11,7 +11,7 @@ from graftwork_engine.model.layers import Placement
 from graftwork_engine.model.llama import Llama
 
 MODELS: Mapping[str, type[Llama]] = MappingProxyType(
-    {"LlamaForCausalLM": Llama, "Qwen2ForCausalLM": Llama, "Qwen3ForCausalLM": Llama},
+    {"LlamaForCausalLM": Llama, "Qwen2ForCausalLM": Llama, "Qwen3ForCausalLM": Llama, "Phi3ForCausalLM": Llama},
 )
 """One entry for each of `graftwork_engine.model.config.FAMILIES`."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
+from graftwork_adapters.wholes import WholeFacts
 from graftwork_engine.request import Request, RequestStatus
 from graftwork_engine.sched.plan import BASE, AdapterFailure, AdapterGate
 
@@ -58,6 +59,10 @@ class AdapterRefs:
         self._drop(key)
         request.adapter_index = index
         return True
+
+    def wholes(self, request: Request) -> WholeFacts | None:
+        """What its adapter brings whole, now that it has its device reference; None if that is nothing."""
+        return None if request.adapter_key is None else self._gate.wholes(request.adapter_index)
 
     def to_host(self, request: Request) -> None:
         """Exchange the device reference for one on the host. That comes first, so that the adapter cannot leave between the two."""

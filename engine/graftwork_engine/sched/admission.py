@@ -20,16 +20,18 @@ MAX_INT = 2**31 - 1
 def check_request(request: Request, vocab_size: int, max_model_len: int, max_request_tokens: int) -> None:
     """Raise `RequestRejected`, naming the field, if the request can never run.
 
-    ``max_request_tokens`` is what prompt and output may have together: ``max_model_len``, or less if KV memory holds less.
+    ``vocab_size`` is the base's. ``max_request_tokens`` is what prompt and output may have together: ``max_model_len``, or less if
+    KV memory holds less.
     """
     sampling, num_prompt = request.sampling, len(request.prompt_ids)
     if not num_prompt:
         raise RequestRejected(ErrorCode.BAD_REQUEST, "the prompt is empty: send at least one token")
     if sampling.max_tokens < 0:
         raise RequestRejected(ErrorCode.BAD_REQUEST, f"max_tokens is {sampling.max_tokens}: it must not be negative")
-    _check_ids("", request.prompt_ids, vocab_size)
-    _check_ids("", request.output_ids, vocab_size)
-    _check_sampling(sampling, vocab_size)
+    own_vocab_size = _check_adapter(request, vocab_size)
+    _check_ids("", request.prompt_ids, own_vocab_size)
+    _check_ids("", request.output_ids, own_vocab_size)
+    _check_sampling(sampling, own_vocab_size)
     asked = num_prompt + max(sampling.max_tokens, request.num_output_tokens)
     if asked > max_request_tokens:
         limit = "the model's context" if max_request_tokens == max_model_len else "KV memory"
@@ -38,6 +40,22 @@ def check_request(request: Request, vocab_size: int, max_model_len: int, max_req
             f"{asked} tokens were asked for ({num_prompt} of the prompt, {asked - num_prompt} of output), "
             f"but {limit} holds {max_request_tokens}: shorten the prompt or lower max_tokens",
         )
+
+
+def _check_adapter(request: Request, vocab_size: int) -> int:
+    """Tokens that the request may name: the base's, unless its adapter brings others."""
+    start, num_prompt = request.adapter_start, len(request.prompt_ids)
+    if not 0 <= start <= num_prompt:
+        raise RequestRejected(ErrorCode.BAD_REQUEST, f"adapter_start is {start}: it must be in 0..{num_prompt}, within the prompt")
+    if request.vocab_size is None:
+        return vocab_size
+    if request.adapter_key is None:
+        raise RequestRejected(ErrorCode.BAD_REQUEST, "vocab_size is that of an adapter, and the request names none")
+    if request.vocab_size < 1:
+        raise RequestRejected(ErrorCode.BAD_REQUEST, f"vocab_size is {request.vocab_size}: it must be above 0")
+    # Before its start an adapter's tokens are unknown: there the base looks them up.
+    _check_ids("before the adapter applies: ", request.prompt_ids[:start], vocab_size)
+    return request.vocab_size
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:

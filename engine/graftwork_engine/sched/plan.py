@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from graftwork_adapters.load_failure import LoadFailure
+from graftwork_adapters.wholes import WholeFacts
 from graftwork_engine.messages import EngineError, TokenLogprob
 from graftwork_engine.request import Request, RequestId
 
@@ -113,6 +114,10 @@ class AdapterGate(Protocol):
 
     def release(self, key: str) -> None:
         """Undo one successful `acquire`."""
+        ...
+
+    def wholes(self, index: int) -> WholeFacts | None:
+        """What the adapter at this index, of which somebody has a device reference, brings whole; None if that is nothing."""
         ...
 
     def needs_room(self, key: str) -> bool:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from graftwork_engine.errors import ErrorCode, RequestRejected
 from graftwork_engine.kv.manager import KVCacheManager
@@ -23,32 +22,16 @@ from graftwork_engine.messages import EngineError, OutItem
 from graftwork_engine.request import FinishReason, Request, RequestId, RequestStatus
 from graftwork_engine.sched.adapter_refs import AdapterRefs
 from graftwork_engine.sched.admission import check_request
+from graftwork_engine.sched.costs import COST_OF_OUTPUT_TOKEN, COST_OF_PROMPT_TOKEN, weigh
 from graftwork_engine.sched.ending import due_prompt_logprobs, finish_reason, keep_prompt_logprobs
 from graftwork_engine.sched.fair_queue import FairQueue
+from graftwork_engine.sched.limits import SchedulerLimits
 from graftwork_engine.sched.plan import AdapterGate, RequestResult, Results, ScheduledRequest, StepPlan
-
-COST_OF_PROMPT_TOKEN = 1
-COST_OF_OUTPUT_TOKEN = 2
-"""What a flow is charged: an output token has a step of its own, prompt tokens share one."""
 
 RUNNING = RequestStatus.RUNNING  # looking up a member of an enumeration costs as much as a call
 
 MAX_PASSED_OVER = 256
 """Requests without their adapter that one step looks at. With more of them, a pass over the line takes several steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """The part of the engine's configuration that scheduling needs, with the model's own limits filled in.
-
-    ``prefill_chunk_size`` caps the tokens of one request in one step below the step's budget (None: no cap).
-    """
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    vocab_size: int
-    prefill_chunk_size: int | None = None
 
 
 class Scheduler:
@@ -147,7 +130,7 @@ class Scheduler:
         self._adapters.retire()
         items = self.take_ended()
         block_size = self._kv.block_size
-        drawn_for: list[str] = []  # the flow of each token
+        drawn_for: list[Request] = []
         for scheduled, result in zip(plan.scheduled, results, strict=True):
             request, num_tokens = scheduled.request, scheduled.num_tokens
             if request.status is not RUNNING:
@@ -164,7 +147,7 @@ class Scheduler:
             if end % block_size < num_tokens:
                 self._kv.register(request, end - num_tokens, end)
             if scheduled.samples:
-                drawn_for.append(request.flow)
+                drawn_for.append(request)
             if isinstance(result, int):
                 output_ids, sampling = request.output_ids, request.sampling
                 index = len(output_ids)
@@ -180,9 +163,7 @@ class Scheduler:
                 items.append(self._take_token(request, result))
             elif end == request.num_tokens:
                 items.append(self._end_without_token(request))
-        for flow, number in Counter(drawn_for).items():
-            self._waiting.charge(flow, COST_OF_OUTPUT_TOKEN * number)
-        self._counts["output_tokens_total"] += len(drawn_for)
+        self._charge_tokens(drawn_for)
         return items
 
     def stats(self) -> dict[str, float]:
@@ -263,6 +244,11 @@ class Scheduler:
                 self._pass_over(request)
                 num_passed_over += 1
                 continue
+            if (misfit := weigh(request, self._adapters.wholes(request), self._limits)) is not None:
+                self._adapters.to_host(request)
+                self._waiting.park(request)
+                self._fail(request, misfit.code, misfit.message)
+                continue
             computed = self._kv.find_computed(request)
             if not self._kv.can_start(request, computed, reserved):
                 self._adapters.to_host(request)
@@ -292,7 +278,8 @@ class Scheduler:
         request.num_computed_tokens = len(computed) * self._kv.block_size
         if request.status is RequestStatus.WAITING:  # what a preemption makes it compute again is not charged
             request.num_cached_tokens = min(request.num_computed_tokens, len(request.prompt_ids))
-            self._waiting.charge(request.flow, COST_OF_PROMPT_TOKEN * (request.num_tokens - request.num_computed_tokens))
+            cost = COST_OF_PROMPT_TOKEN * (1 + request.extra_cost)
+            self._waiting.charge(request.flow, cost * (request.num_tokens - request.num_computed_tokens))
             self._counts["prompt_tokens_total"] += len(request.prompt_ids)
             self._counts["cached_tokens_total"] += request.num_cached_tokens
         self._num_adapter_starts += request.adapter_key is not None
@@ -327,6 +314,14 @@ class Scheduler:
             self._is_draining = self._num_adapter_starts - since >= self._limits.max_num_seqs
 
     # Ending
+
+    def _charge_tokens(self, drawn_for: Sequence[Request]) -> None:
+        """Charge a drawn token to the flow of each of these requests."""
+        for flow, number in Counter([request.flow for request in drawn_for]).items():
+            self._waiting.charge(flow, COST_OF_OUTPUT_TOKEN * number)
+        for request in [request for request in drawn_for if request.extra_cost]:
+            self._waiting.charge(request.flow, COST_OF_OUTPUT_TOKEN * request.extra_cost)
+        self._counts["output_tokens_total"] += len(drawn_for)
 
     def _take_token(self, request: Request, result: RequestResult) -> OutItem:
         """Take in the token that was drawn, and end the request if that was the last."""

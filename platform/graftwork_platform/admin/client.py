@@ -12,6 +12,7 @@ from urllib.parse import quote
 import httpx2
 from pydantic import BaseModel, ValidationError
 
+from graftwork_adapters.keys import RowTypeName
 from graftwork_platform.admin.schemas import (
     AdapterOut,
     CompletedOut,
@@ -24,6 +25,7 @@ from graftwork_platform.admin.schemas import (
     TenantOut,
     UploadOut,
 )
+from graftwork_platform.row_types import WantedRowType
 from graftwork_platform.settings import ClientSettings
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -87,9 +89,13 @@ class AdminClient:
         """A new admin key; the one this client has is refused from then on."""
         return self._call(NewKeyOut, "POST", "/admin-key/rotate")
 
-    def create_tenant(self, name: str) -> TenantOut:
+    def create_tenant(self, name: str, adapter_dtype: RowTypeName | None = None) -> TenantOut:
         """Make a tenant."""
-        return self._call(TenantOut, "POST", "/tenants", body={"name": name})
+        return self._call(TenantOut, "POST", "/tenants", body=_given(name=name, adapter_dtype=adapter_dtype))
+
+    def change_tenant(self, tenant: str, adapter_dtype: RowTypeName | None) -> TenantOut:
+        """Say of which type the rows of what a tenant uploads from now on are; None: the server's."""
+        return self._call(TenantOut, "PATCH", _tenant(tenant), body={"adapter_dtype": adapter_dtype})
 
     def list_tenants(self) -> list[TenantOut]:
         """All tenants."""
@@ -115,9 +121,12 @@ class AdminClient:
         """Stop serving an adapter and all its versions."""
         return self._call(Deleted, "DELETE", f"{_tenant(tenant)}/adapters/{quote(name, safe='')}")
 
-    def create_upload(self, tenant: str, name: str, files: list[dict[str, str | int]]) -> UploadOut:
+    def create_upload(
+        self, tenant: str, name: str, files: list[dict[str, str | int]], adapter_dtype: WantedRowType | None = None
+    ) -> UploadOut:
         """Promise the files of a new version."""
-        return self._call(UploadOut, "POST", f"{_tenant(tenant)}/uploads", body={"name": name, "files": files})
+        body = _given(name=name, files=files, adapter_dtype=adapter_dtype)
+        return self._call(UploadOut, "POST", f"{_tenant(tenant)}/uploads", body=body)
 
     def put_part(self, tenant: str, upload_id: str, part: PartOut, body: bytes) -> None:
         """Send one part; a broken connection is tried again, since sending a part twice does no harm."""
@@ -183,6 +192,11 @@ class AdminClient:
     def _unreachable(self, error: Exception) -> CallFailed:
         step = "Start it with `graftwork serve`, or say where it is with --url or GRAFTWORK_URL."
         return CallFailed(f"No answer from {self.url}: {error or type(error).__name__}", code="unreachable", next_step=step)
+
+
+def _given(**fields: object) -> dict[str, object]:
+    """A body without what was not said: a server of before knows no such field."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _tenant(name_or_id: str) -> str:

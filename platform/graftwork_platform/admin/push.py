@@ -10,6 +10,7 @@ from pathlib import Path
 from graftwork_platform.admin.client import AdminClient, CallFailed
 from graftwork_platform.admin.schemas import VersionOut
 from graftwork_platform.models import UploadState, VersionState
+from graftwork_platform.row_types import WantedRowType
 
 _READ_BYTES = 1 << 20
 _FIRST_PAUSE = 0.1  # seconds between questions for the verdict
@@ -24,10 +25,11 @@ def push(
     name: str,
     timeout: float,
     sent: Callable[[int, int], None],
+    adapter_dtype: WantedRowType | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> VersionOut:
-    """The version that ``folder`` became, ready or failed. Hidden files are left out.
+    """The version that ``folder`` became, ready or failed. Hidden files are left out. ``adapter_dtype``: of its rows.
 
     ``sent(done, total)`` hears of the bytes on their way. Raises `CallFailed`, also when the verdict takes longer than ``timeout``
     seconds.
@@ -36,7 +38,7 @@ def push(
     promised: list[dict[str, str | int]] = [
         {"path": path, "size": (folder / path).stat().st_size, "sha256": _sha256(folder / path)} for path in files
     ]
-    upload = client.create_upload(tenant, name, promised)
+    upload = client.create_upload(tenant, name, promised, adapter_dtype)
     total, done = sum(part.size for part in upload.parts), 0
     sent(0, total)
     for part in upload.parts:

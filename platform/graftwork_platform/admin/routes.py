@@ -18,6 +18,7 @@ from graftwork_platform.admin.schemas import (
     KeyOut,
     Listing,
     NewKeyOut,
+    TenantChange,
     TenantCreate,
     TenantOut,
     UploadCreate,
@@ -98,7 +99,7 @@ def _tenants(services: Services, guarded: type[APIRoute]) -> APIRouter:
 
     @router.post("/tenants", status_code=201)
     async def create(body: TenantCreate) -> TenantOut:
-        return tenant_out(await services.tenants.create(body.name))
+        return tenant_out(await services.tenants.create(body.name, row_type=body.adapter_dtype))
 
     @router.get("/tenants")
     async def list_all(after: After = None, limit: Limit = _PAGE) -> Listing[TenantOut]:
@@ -108,6 +109,10 @@ def _tenants(services: Services, guarded: type[APIRoute]) -> APIRouter:
     @router.get("/tenants/{tenant}")
     async def get(owner: Tenant = Depends(tenant_of)) -> TenantOut:
         return tenant_out(owner)
+
+    @router.patch("/tenants/{tenant}")
+    async def change(body: TenantChange, owner: Tenant = Depends(tenant_of)) -> TenantOut:
+        return tenant_out(await services.tenants.set_row_type(owner.id, body.adapter_dtype))
 
     @router.delete("/tenants/{tenant}")
     async def delete(owner: Tenant = Depends(tenant_of)) -> Deleted:
@@ -178,7 +183,7 @@ def _uploads(services: Services, guarded: type[APIRoute]) -> APIRouter:
     @router.post("", status_code=201)
     async def create(body: UploadCreate, owner: Tenant = Depends(tenant_of)) -> UploadOut:
         files = [FileEntry(file.path, file.size, file.sha256) for file in body.files]
-        return upload_out(await uploads.create(owner.id, body.name, files))
+        return upload_out(await uploads.create(owner.id, body.name, files, row_type=body.adapter_dtype))
 
     @router.get("/{upload_id}")
     async def get(upload_id: str, owner: Tenant = Depends(tenant_of)) -> UploadOut:

@@ -7,6 +7,7 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from graftwork_adapters.keys import RowTypeName
 from graftwork_platform.catalog.catalog import AdapterSummary
 from graftwork_platform.catalog.names import show_version
 from graftwork_platform.ids import show
@@ -14,6 +15,7 @@ from graftwork_platform.keys.text import redact
 from graftwork_platform.models import AdapterVersion, ApiKey, Tenant, Usage, VersionState
 from graftwork_platform.paging import Page
 from graftwork_platform.publishing.uploads import UploadView
+from graftwork_platform.row_types import WantedRowType
 
 Item = TypeVar("Item", bound="Shown")
 Row = TypeVar("Row")
@@ -26,9 +28,16 @@ class Body(BaseModel):
 
 
 class TenantCreate(Body):
-    """``POST /admin/v1/tenants``."""
+    """``POST /admin/v1/tenants``. ``adapter_dtype``: of its adapters' rows; null: the server's."""
 
     name: str
+    adapter_dtype: RowTypeName | None = None
+
+
+class TenantChange(Body):
+    """``PATCH /admin/v1/tenants/{tenant}``."""
+
+    adapter_dtype: RowTypeName | None
 
 
 class KeyCreate(Body):
@@ -47,10 +56,14 @@ class FilePromise(Body):
 
 
 class UploadCreate(Body):
-    """``POST …/uploads``: which adapter, and which files will follow."""
+    """``POST …/uploads``: which adapter, which files will follow, and of which type its rows are to be.
+
+    ``adapter_dtype`` null: the tenant's; ``auto``: the server's.
+    """
 
     name: str
     files: list[FilePromise]
+    adapter_dtype: WantedRowType | None = None
 
 
 class Shown(BaseModel):
@@ -65,6 +78,7 @@ class TenantOut(Shown):
 
     object: Literal["tenant"] = "tenant"
     name: str
+    adapter_dtype: str | None = None
 
 
 class KeyOut(Shown):
@@ -84,12 +98,16 @@ class NewKeyOut(KeyOut):
 
 
 class VersionOut(Shown):
-    """A version: ``version`` and ``digest`` are null until it is ready, ``report`` is empty until there is a verdict."""
+    """A version: ``version`` and ``digest`` are null until it is ready, ``report`` is empty until there is a verdict.
+
+    ``adapter_dtype``: of its rows; null: the server's.
+    """
 
     object: Literal["adapter.version"] = "adapter.version"
     version: str | None
     digest: str | None
     state: str
+    adapter_dtype: str | None = None
     report: list[dict[str, str | None]]
 
 
@@ -169,7 +187,7 @@ def listing(page: Page[Row], show_row: Callable[[Row], Item]) -> Listing[Item]:
 
 def tenant_out(row: Tenant) -> TenantOut:
     """A tenant as JSON."""
-    return TenantOut(id=show("tn", row.id), created=row.created_at // 1000, name=row.name)
+    return TenantOut(id=show("tn", row.id), created=row.created_at // 1000, name=row.name, adapter_dtype=row.row_type)
 
 
 def key_out(row: ApiKey) -> KeyOut:
@@ -192,6 +210,7 @@ def version_out(row: AdapterVersion) -> VersionOut:
         version=show_version(row.number),
         digest=row.digest if row.number is not None else None,
         state=row.state,
+        adapter_dtype=row.row_type,
         report=row.report if row.state != VersionState.VALIDATING else [],
     )
 

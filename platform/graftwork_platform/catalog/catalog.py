@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from uuid import UUID
 
-from sqlalchemy import Select, func, select, update
+import msgspec
+from sqlalchemy import Select, and_, func, select, update
 from sqlalchemy.orm import Session
 
-from graftwork_adapters.keys import AdapterDigest
+from graftwork_adapters.keys import AdapterDigest, RowTypeName
+from graftwork_platform.catalog.facts import VersionFacts, facts_from_json
 from graftwork_platform.catalog.names import DEFAULT, ModelName, is_adapter_name, parse_model_name, parse_version
 from graftwork_platform.db import Database
 from graftwork_platform.errors import ModelNotFound, NotFound
@@ -21,21 +23,29 @@ from graftwork_platform.paging import Page, page_of
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """What will run. ``public_name`` is what answers call it; without a ``digest`` it is the base."""
+    """What will run. ``public_name`` is what answers call it; without a ``digest`` it is the base.
+
+    ``row_type``: of its packed form; None: the server's.
+    """
 
     public_name: str
     version: int | None = None
     digest: AdapterDigest | None = None
     version_id: UUID | None = None
+    row_type: RowTypeName | None = None
+    facts: VersionFacts = field(default_factory=VersionFacts)
 
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A line of the model list. ``created`` in Unix seconds; the base has no version."""
+    """A line of the model list. ``created`` in Unix seconds; the base has no version. ``has_own_tokenizer``: None where that is not
+    known yet.
+    """
 
     name: str
     created: int
     version: int | None = None
+    has_own_tokenizer: bool | None = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +56,25 @@ class AdapterSummary:
     newest: AdapterVersion | None
 
 
+LearnFacts = Callable[[str, UUID, AdapterDigest, RowTypeName | None], Awaitable[VersionFacts]]
+"""Finds out what a version is of which only model name, id, digest and row type are known. Raises `ServiceUnavailable`."""
+
+
 class Catalog:
     """Names and versions of all tenants; every question is asked inside one."""
 
-    def __init__(self, database: Database, base_name: str, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, database: Database, base_name: str, learn_facts: LearnFacts, *, now: Callable[[], float] = time.time
+    ) -> None:
         self._database = database
+        self._learn_facts = learn_facts
         self.base_name = base_name
         self._now = now
         self._started = int(now())
 
     async def resolve(self, tenant_id: UUID, model: str, default_adapter_id: UUID | None = None) -> ResolvedModel:
         """The base for its own name; ``adapter`` (its newest ready version), ``adapter@vN``, or ``default``: the key's default
-        adapter, without one the base. Raises `ModelNotFound` for all else, alike.
+        adapter, without one the base. Raises `ModelNotFound` for all else, alike, and what ``learn_facts`` raises.
         """
         if model == self.base_name or (model == DEFAULT and default_adapter_id is None):
             return ResolvedModel(self.base_name)
@@ -72,7 +89,12 @@ class Catalog:
         if version.digest is None:
             raise AssertionError(f"version {version.id} is ready without a digest")
         shown = model if name.version is not None else adapter_name
-        return ResolvedModel(shown, version.number, AdapterDigest(version.digest), version.id)
+        digest, row_type = AdapterDigest(version.digest), row_type_of(version.row_type)
+        if version.facts is None:  # published by an older server: nobody knows yet how it is to be served
+            facts = await self._learn_facts(shown, version.id, digest, row_type)
+        else:
+            facts = facts_from_json(version.facts)
+        return ResolvedModel(shown, version.number, digest, version.id, row_type, facts)
 
     async def list_models(self, tenant_id: UUID) -> list[ListedModel]:
         """All that the tenant can name: the base first, then its adapters with a ready version, by name."""
@@ -80,12 +102,16 @@ class Catalog:
         def work(session: Session) -> list[ListedModel]:
             newest = _newest_numbers(tenant_id).subquery()
             rows = session.execute(
-                select(Adapter.name, Adapter.created_at, newest.c.number)
+                select(Adapter.name, Adapter.created_at, newest.c.number, AdapterVersion.facts)
                 .join(newest, newest.c.adapter_id == Adapter.id)
+                .join(AdapterVersion, and_(AdapterVersion.adapter_id == Adapter.id, AdapterVersion.number == newest.c.number))
                 .where(Adapter.tenant_id == tenant_id, Adapter.deleted_at.is_(None))
                 .order_by(Adapter.name)
             )
-            return [ListedModel(name, created // 1000, number) for name, created, number in rows]
+            return [
+                ListedModel(name, created // 1000, number, None if facts is None else facts_from_json(facts).text.tokenizer)
+                for name, created, number, facts in rows
+            ]
 
         return [ListedModel(self.base_name, self._started), *await self._database.run_read(work)]
 
@@ -145,6 +171,11 @@ class Catalog:
             return row
 
         return await self._database.run_read(work)
+
+
+def row_type_of(kept: str | None) -> RowTypeName | None:
+    """A row type as the database keeps it; None: the server's own."""
+    return None if kept is None else msgspec.convert(kept, RowTypeName)
 
 
 def live_adapter(session: Session, tenant_id: UUID, name: str, *, lock: bool = False) -> Adapter:

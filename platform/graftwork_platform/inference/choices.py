@@ -7,7 +7,6 @@ import msgspec
 from graftwork_engine.messages import OutItem, TokenLogprob
 from graftwork_platform.inference.admission import Admitted
 from graftwork_platform.inference.output import Delta, OutputText
-from graftwork_platform.text.tokenizer import Tokenizer
 
 
 class Choices:
@@ -16,11 +15,11 @@ class Choices:
     A prompt's first choice leads: its prompt is computed, and its log-probabilities are those of the others as well.
     """
 
-    def __init__(self, admitted: Admitted, tokenizer: Tokenizer) -> None:
+    def __init__(self, admitted: Admitted) -> None:
         self._n = admitted.n
         self._indices = {admitted.engine_id(index): index for index in range(admitted.num_choices)}
         self._prompt_logprobs: dict[int, list[TokenLogprob | None] | None] = {}
-        self._outputs = [_output(admitted, tokenizer, index) for index in range(admitted.num_choices)]
+        self._outputs = [_output(admitted, index) for index in range(admitted.num_choices)]
 
     def leaders(self) -> range:
         """The choices that start at once."""
@@ -46,8 +45,8 @@ class Choices:
         return self._outputs[index].take(item)
 
 
-def _output(admitted: Admitted, tokenizer: Tokenizer, index: int) -> OutputText:
+def _output(admitted: Admitted, index: int) -> OutputText:
     if not admitted.echo:
-        return OutputText(tokenizer, admitted.stop, index=index)
+        return OutputText(admitted.tokenizer, admitted.stop, index=index)
     prompt = admitted.prompt_of(index)
-    return OutputText(tokenizer, admitted.stop, echo=prompt.ids, echo_text=prompt.text, index=index)
+    return OutputText(admitted.tokenizer, admitted.stop, echo=prompt.ids, echo_text=prompt.text, index=index)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from graftwork_adapters.errors import AdapterError
-from graftwork_adapters.keys import AdapterDigest
+from graftwork_adapters.keys import AdapterDigest, RowTypeName
 from graftwork_engine.errors import EngineUnavailable, ErrorCode, GraftworkEngineError, RequestFailed
 from graftwork_engine.request import FinishReason
 from graftwork_engine.streams import GenerationRequest
@@ -24,7 +24,6 @@ from graftwork_platform.inference.failures import as_platform_error
 from graftwork_platform.inference.output import Delta
 from graftwork_platform.inference.watchdog import Watchdog
 from graftwork_platform.models import UsageStatus
-from graftwork_platform.text.tokenizer import Tokenizer
 from graftwork_platform.usage import UsageNotRecorded, UsageRow
 
 _log = logging.getLogger(__name__)
@@ -81,8 +80,8 @@ class Tally:
 class EnsurePacked(Protocol):
     """Sees to an adapter's packed form: built if it is not there, or, to ``replace`` it, if its bytes are wrong."""
 
-    async def __call__(self, digest: AdapterDigest, *, replace: bool = False) -> None:
-        """Raises `AdapterError`."""
+    async def __call__(self, digest: AdapterDigest, row_type: RowTypeName | None = None, *, replace: bool = False) -> None:
+        """``row_type`` None: the server's. Raises `AdapterError`."""
         ...
 
 
@@ -94,7 +93,6 @@ class Generator:
         engine: Engine,
         ledger: Ledger,
         ensure_packed: EnsurePacked,
-        tokenizer: Tokenizer,
         *,
         timeout: float,
         observe: Callable[[UsageRow], None],
@@ -107,7 +105,6 @@ class Generator:
         self._engine = engine
         self._ledger = ledger
         self._ensure_packed = ensure_packed
-        self._tokenizer = tokenizer
         self._timeout = timeout
         self._observe = observe
         self._grace = grace
@@ -158,7 +155,7 @@ class Generator:
         """
         rebuilt = False
         while True:
-            choices = Choices(admitted, self._tokenizer)
+            choices = Choices(admitted)
             started = False
             try:
                 async with self._engine.streams() as streams:
@@ -189,18 +186,21 @@ class Generator:
                 if started or rebuilt or failure.code not in _REBUILT or digest is None:
                     raise
                 is_corrupt = failure.code == ErrorCode.ADAPTER_CORRUPT
-            await self._ensure_packed(digest, replace=is_corrupt)
+            await self._ensure_packed(digest, admitted.model.row_type, replace=is_corrupt)
             rebuilt = True
 
     def _request(self, admitted: Admitted, index: int) -> GenerationRequest:
-        caller = admitted.origin.caller
+        caller, prompt = admitted.origin.caller, admitted.prompt_of(index)
+        is_active = admitted.adapter_key is not None and prompt.adapter_start is not None
         return GenerationRequest(
             request_id=admitted.engine_id(index),
-            prompt_ids=admitted.prompt_of(index).ids,
+            prompt_ids=prompt.ids,
             sampling=admitted.sampling_of(index),
             cache_salt=caller.cache_salt,
             flow=show("tn", caller.tenant_id),
-            adapter_key=admitted.adapter_key,
+            adapter_key=admitted.adapter_key if is_active else None,
+            adapter_start=prompt.adapter_start or 0,
+            vocab_size=admitted.model.facts.traits.vocab_size if is_active else None,
             timeout_s=self.time_left(admitted),
         )
 

@@ -20,12 +20,13 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a request used."""
+    """What a request used. ``adapter_active`` is there for an activated LoRA: false where a prompt lacks what calls it."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    adapter_active: bool | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -147,7 +148,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A line of the model list."""
+    """A line of the model list. ``tokenizer`` of an adapter: its own, or the base's, once that is known."""
 
     id: str
     created: int
@@ -155,6 +156,7 @@ class Model(msgspec.Struct, frozen=True):
     object: Literal["model"] = "model"
     parent: str | None = None
     max_model_len: int | None = None
+    tokenizer: Literal["base", "own"] | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
+from msgspec import UNSET
 from starlette.responses import Response
 
 from graftwork_platform.catalog.catalog import Catalog, ListedModel
@@ -42,7 +43,6 @@ class Inference:
     admission: Admission
     generator: Generator
     engine: Engine
-    tokenizer: Tokenizer
     keep_alive: float = 15.0  # seconds of silence after which a stream says that it is alive
     max_body_bytes: int = MAX_BODY_BYTES
 
@@ -59,7 +59,7 @@ def inference_router(inference: Inference) -> APIRouter:
         origin = _origin(request, caller)
         chat = await parse_body(parse_chat, await read_body(request, inference.max_body_bytes))
         admitted = await inference.admission.admit_chat(chat, origin)
-        wire = ChatWire(_heading("chatcmpl", chat, admitted), inference.tokenizer)
+        wire = ChatWire(_heading("chatcmpl", chat, admitted), admitted.tokenizer)
         return await _respond(inference, request, admitted, wire, stream=chat.stream)
 
     @router.post("/v1/completions")
@@ -67,15 +67,16 @@ def inference_router(inference: Inference) -> APIRouter:
         origin = _origin(request, caller)
         completion = await parse_body(parse_completion, await read_body(request, inference.max_body_bytes))
         admitted = await inference.admission.admit_completion(completion, origin)
-        wire = CompletionWire(_heading("cmpl", completion, admitted), inference.tokenizer)
+        wire = CompletionWire(_heading("cmpl", completion, admitted), admitted.tokenizer)
         return await _respond(inference, request, admitted, wire, stream=completion.stream)
 
     @router.post("/tokenize")
     @router.post("/v1/tokenize")
     async def tokenize(request: Request, caller: Caller = Depends(caller_of)) -> Response:
         asked = await parse_body(parse_tokenize, await read_body(request, inference.max_body_bytes))
-        ids = await inference.admission.tokenize(asked, _origin(request, caller))
-        words = await asyncio.to_thread(_words, inference.tokenizer, ids) if asked.return_token_strs else None
+        found = await inference.admission.tokenize(asked, _origin(request, caller))
+        ids = found.ids
+        words = await asyncio.to_thread(_words, found.tokenizer, ids) if asked.return_token_strs else None
         return _json(Tokens(len(ids), _max_model_len(inference), ids, words))
 
     @router.post("/detokenize")
@@ -95,7 +96,7 @@ def inference_router(inference: Inference) -> APIRouter:
         listed = await inference.catalog.list_models(caller.tenant_id)
         name = resolved.public_name.partition("@")[0] if resolved.digest else resolved.public_name
         created = next((line.created for line in listed if line.name == name), listed[0].created)
-        return _json(_model(inference, ListedModel(model, created, resolved.version)))
+        return _json(_model(inference, ListedModel(model, created, resolved.version, resolved.facts.text.tokenizer)))
 
     return router
 
@@ -118,7 +119,7 @@ async def _frames(inference: Inference, admitted: Admitted, wire: Wire) -> Async
             is_long = admitted.echo and delta.is_first
             if part := await asyncio.to_thread(frames.of, delta) if is_long else frames.of(delta):
                 yield part
-    yield b"".join(event(chunk) for chunk in wire.closing(_usage(tally))) + DONE
+    yield b"".join(event(chunk) for chunk in wire.closing(_usage(tally, admitted))) + DONE
 
 
 async def _whole(inference: Inference, admitted: Admitted, wire: Wire) -> bytes:
@@ -129,7 +130,7 @@ async def _whole(inference: Inference, admitted: Admitted, wire: Wire) -> bytes:
             outputs[delta.index].append(delta)
 
     def encoded() -> bytes:
-        return msgspec.json.encode(wire.whole([join(output) for output in outputs], _usage(tally)))
+        return msgspec.json.encode(wire.whole([join(output) for output in outputs], _usage(tally, admitted)))
 
     is_long = admitted.echo or tally.output_tokens >= _LONG_OUTPUT
     return await asyncio.to_thread(encoded) if is_long else encoded()
@@ -156,9 +157,10 @@ def _heading(kind: str, fields: GenerationFields, admitted: Admitted) -> Heading
     )
 
 
-def _usage(tally: Tally) -> Usage:
-    prompt, output = tally.prompt_tokens, tally.output_tokens
-    return Usage(prompt, output, prompt + output, PromptTokensDetails(tally.cached_tokens))
+def _usage(tally: Tally, admitted: Admitted) -> Usage:
+    prompt, output, active = tally.prompt_tokens, tally.output_tokens, admitted.adapter_active
+    details = PromptTokensDetails(tally.cached_tokens)
+    return Usage(prompt, output, prompt + output, details, UNSET if active is None else active)
 
 
 def _model(inference: Inference, line: ListedModel) -> Model:
@@ -169,6 +171,7 @@ def _model(inference: Inference, line: ListedModel) -> Model:
         owned_by="graftwork" if is_base else "tenant",
         parent=None if is_base else inference.catalog.base_name,
         max_model_len=_max_model_len(inference),
+        tokenizer=UNSET if is_base or line.has_own_tokenizer is None else "own" if line.has_own_tokenizer else "base",
     )
 
 

@@ -36,7 +36,7 @@ def claim(session: Session, secrets: Secrets) -> None:
 
 def claim_serving(session: Session, base_id: str, row_type: str) -> None:
     """As `claim`, for what is served. For databases that several servers may use; raises `OtherServing`."""
-    for name, ours, option in ((_BASE, base_id, "--model"), (_ROW_TYPE, row_type, "--dtype")):
+    for name, ours, option in ((_BASE, base_id, "--model"), (_ROW_TYPE, row_type, "--dtype and --adapter-dtype")):
         if not _is_ours(session, name, hashlib.sha256(ours.encode()).digest()):
             raise OtherServing(
                 f"the other servers on this database serve another {name}: give all of them the same {option}, or this one a "

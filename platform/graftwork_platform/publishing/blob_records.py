@@ -39,6 +39,15 @@ def is_needed(session: Session, digest: AdapterDigest, before: int) -> bool:
     return bool(session.scalar(select(exists().where(AdapterVersion.digest == digest, or_(live, recent)))))
 
 
+def is_row_type_needed(session: Session, digest: AdapterDigest, row_types: Collection[str | None]) -> bool:
+    """True if a version with this digest and one of these row types is served or being published; None is the server's own."""
+    live = AdapterVersion.state.in_((VersionState.READY, VersionState.VALIDATING))
+    matches: ColumnElement[bool] = AdapterVersion.row_type.in_([row_type for row_type in row_types if row_type is not None])
+    if None in row_types:
+        matches = or_(matches, AdapterVersion.row_type.is_(None))
+    return bool(session.scalar(select(exists().where(AdapterVersion.digest == digest, live, matches))))
+
+
 def sweeps(session: Session) -> dict[AdapterDigest, UUID]:
     """All digests that are being swept, with the sweep's token."""
     return {AdapterDigest(row.digest): row.token for row in session.scalars(select(BlobSweep))}

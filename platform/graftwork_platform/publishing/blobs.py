@@ -16,7 +16,7 @@ from graftwork_adapters.packed import read_packed
 from graftwork_adapters.publish_job import PublishResult
 from graftwork_adapters.scratch import scratch_folder
 from graftwork_adapters.store import ObjectStore
-from graftwork_adapters.upload_files import is_stored_file
+from graftwork_adapters.upload_files import TOKENIZER_FILES, is_stored_file
 from graftwork_platform.db import Database
 from graftwork_platform.publishing import blob_records, records
 from graftwork_platform.publishing.records import Lease
@@ -31,7 +31,9 @@ _REPLACE_TRIES = 3  # other servers may find the same blob corrupt
 
 
 class Blobs:
-    """The blobs of one base and row type. `blob_records` says why a publication and a sweep cannot harm each other.
+    """The blobs of one base. A ``row_type`` of None is the server's own.
+
+    `blob_records` says why a publication and a sweep cannot harm each other.
 
     A sweep that was killed leaves its mark. Nobody compares clocks to find that out: whoever has seen the same mark for
     ``_DEAD_SECONDS`` on its own monotonic ``clock`` may take it away, and a sweep stops ``_SWEEP_SECONDS`` after it began, which
@@ -87,20 +89,26 @@ class Blobs:
         if not await self._database.run_read(lambda session: blob_records.is_needed(session, digest, before)):
             await self._sweep(digest, (), before, None)  # its last version was swept meanwhile
 
-    async def has_packed(self, digest: AdapterDigest) -> bool:
+    async def drop_packed(self, digest: AdapterDigest, row_type: RowTypeName) -> None:
+        """Delete one packed form of ``digest`` unless a version has it. One that is needed a moment later is built again."""
+        kept = {row_type, None} if row_type == self._row_type else {row_type}
+        if not await self._database.run_read(lambda session: blob_records.is_row_type_needed(session, digest, kept)):
+            await self._threads.run(self._store.delete, packed_path(self._packed_key(digest, row_type)))
+
+    async def has_packed(self, digest: AdapterDigest, row_type: RowTypeName | None = None) -> bool:
         """True if the packed form is in the store. Raises `StoreError`."""
-        return await self._threads.run(self._store.exists, packed_path(self._packed_key(digest)))
+        return await self._threads.run(self._store.exists, packed_path(self._packed_key(digest, row_type)))
 
-    async def has_intact_packed(self, digest: AdapterDigest) -> bool:
+    async def has_intact_packed(self, digest: AdapterDigest, row_type: RowTypeName | None = None) -> bool:
         """The same, and every byte of it is right: it is fetched and read. Raises `StoreError`, `OSError`."""
-        return await self._threads.run(self._is_intact, self._packed_key(digest))
+        return await self._threads.run(self._is_intact, self._packed_key(digest, row_type))
 
-    async def is_stored(self, digest: AdapterDigest) -> bool:
+    async def is_stored(self, digest: AdapterDigest, row_type: RowTypeName | None = None) -> bool:
         """True if the upload and its packed form, intact, are in the store; false also for a store that does not answer."""
 
         def look() -> bool:
             try:
-                packed = self._is_intact(self._packed_key(digest))
+                packed = self._is_intact(self._packed_key(digest, row_type))
                 return packed and next(self._store.list_keys(upload_prefix(digest)), None) is not None
             except (StoreError, OSError):
                 return False
@@ -113,16 +121,20 @@ class Blobs:
         Earlier versions stored others too, of every upload with this digest.
         """
 
-        def fetch() -> None:
-            prefix = upload_prefix(digest)
-            names = [name for key in self._store.list_keys(prefix) if is_stored_file(name := key.removeprefix(prefix))]
-            if not names:
-                raise BlobNotFound(f"the store has no upload {digest}")
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in names:
-                self._store.fetch(prefix + name, folder / name)
+        await self._threads.run(self._fetch_upload, digest, folder, is_stored_file)
 
-        await self._threads.run(fetch)
+    async def fetch_text(self, digest: AdapterDigest, folder: Path) -> None:
+        """The same for its text files alone: tokenizer, chat template, generation config."""
+        await self._threads.run(self._fetch_upload, digest, folder, TOKENIZER_FILES.__contains__)
+
+    def _fetch_upload(self, digest: AdapterDigest, folder: Path, wanted: Callable[[str], bool]) -> None:
+        prefix = upload_prefix(digest)
+        names = [name for key in self._store.list_keys(prefix) if wanted(name := key.removeprefix(prefix))]
+        if not names:
+            raise BlobNotFound(f"the store has no such files of the upload {digest}")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            self._store.fetch(prefix + name, folder / name)
 
     async def sweep(self) -> None:
         """Delete blobs that no version has needed for ``delete_grace`` seconds."""
@@ -186,8 +198,8 @@ class Blobs:
                 return False
         return True
 
-    def _packed_key(self, digest: AdapterDigest) -> PackedKey:
-        return packed_key(digest, self._base_id, self._row_type)
+    def _packed_key(self, digest: AdapterDigest, row_type: RowTypeName | None) -> PackedKey:
+        return packed_key(digest, self._base_id, row_type or self._row_type)
 
     def _before(self) -> int:
         return int((self._now() - self._delete_grace) * 1000)

@@ -24,6 +24,8 @@ from graftwork_adapters.keys import AdapterDigest, RowTypeName
 from graftwork_adapters.publish_job import MEMORY_CHECK, Limits, PublishJob, PublishResult
 from graftwork_adapters.report import Report
 from graftwork_adapters.scratch import scratch_folder, sweep_scratch
+from graftwork_adapters.upload_files import TOKENIZER_FILES
+from graftwork_platform.catalog.facts import OwnText, VersionFacts
 from graftwork_platform.db import Database, DatabaseUnavailable
 from graftwork_platform.errors import BadRequest
 from graftwork_platform.ids import show
@@ -32,9 +34,13 @@ from graftwork_platform.publishing.blobs import Blobs
 from graftwork_platform.publishing.incoming import Incoming
 from graftwork_platform.publishing.leases import Leases, PublishTiming
 from graftwork_platform.publishing.owner import StoreOwner
-from graftwork_platform.publishing.records import Lease, LeaseLost
+from graftwork_platform.publishing.quality import Measure
+from graftwork_platform.publishing.quantised import QuantisedCheck
+from graftwork_platform.publishing.records import Lease, LeaseLost, Passed
 from graftwork_platform.publishing.store_threads import StoreThreads
+from graftwork_platform.publishing.text_check import CheckText
 from graftwork_platform.settings import PublishLimits, UploadLimits
+from graftwork_platform.text.upload_text import TextJob, TextVerdict
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +72,12 @@ class Publisher:
         *,
         threads: StoreThreads,
         row_type: RowTypeName,
+        base_dir: Path,
         scratch: Path,
         run_publish: RunPublish,
+        check_text: CheckText,
+        measure: Measure | None,
+        reference_type: RowTypeName,
         limits: PublishLimits,
         upload_limits: UploadLimits,
         timing: PublishTiming,
@@ -80,8 +90,11 @@ class Publisher:
         self._threads = threads
         self._spec = spec
         self._row_type: RowTypeName = row_type
+        self._base_dir = base_dir
         self._scratch = scratch
         self._run_publish = run_publish
+        self._check_text = check_text
+        self._quantised = QuantisedCheck(blobs, self._run, measure, reference_type)
         self._limits = limits
         self._upload_limits = upload_limits
         self._timing = timing
@@ -91,7 +104,7 @@ class Publisher:
         self._rebuilding = asyncio.Semaphore(limits.concurrency)  # of its own: requests wait for these
         self._tasks: set[asyncio.Task[None]] = set()
         self._submitted: set[UUID] = set()
-        self._rebuilds: dict[tuple[AdapterDigest, bool], asyncio.Task[None]] = {}
+        self._rebuilds: dict[tuple[AdapterDigest, RowTypeName, bool], asyncio.Task[None]] = {}
         self._outages: dict[UUID, float] = {}  # uploads that wait for the store or database, and since when on the monotonic clock
 
     async def start(self) -> None:
@@ -118,20 +131,34 @@ class Publisher:
             self._submitted.add(upload_id)
             self._spawn(self._publish(upload_id), f"publish {show('up', upload_id)}")
 
-    async def ensure_packed(self, digest: AdapterDigest, *, replace: bool = False) -> None:
+    async def ensure_packed(self, digest: AdapterDigest, row_type: RowTypeName | None = None, *, replace: bool = False) -> None:
         """Build the packed form of ``digest`` again from its stored upload unless it is there; callers at once share one run.
+
+        ``row_type``: which of its packed forms; None: the server's.
 
         With ``replace`` its bytes are looked at too, and it is replaced if they are wrong; right ones are never taken away. Two
         servers may do it at once: the same bytes are stored whole, and once. Raises `BlobNotFound` if the upload is gone too,
         `AdapterTooLarge` if this server's adapter memory can never hold it, `BlobCorrupt` if it is another one now or does not
         pass otherwise, or `StoreUnavailable`.
         """
-        task = self._rebuilds.get((digest, replace))
+        wanted = (digest, row_type or self._row_type, replace)
+        task = self._rebuilds.get(wanted)
         if task is None:
-            task = asyncio.create_task(self._rebuild(digest, replace), name=f"rebuild {digest}")
-            self._rebuilds[digest, replace] = task
-            task.add_done_callback(lambda _: self._rebuilds.pop((digest, replace), None))
+            task = asyncio.create_task(self._rebuild(*wanted), name=f"rebuild {digest}")
+            self._rebuilds[wanted] = task
+            task.add_done_callback(lambda _: self._rebuilds.pop(wanted, None))
         await asyncio.shield(task)  # one caller's disconnect must not fail the others
+
+    async def look_again(self, digest: AdapterDigest, row_type: RowTypeName | None) -> VersionFacts:
+        """What the stored upload of ``digest`` is found to be today. Raises as `ensure_packed` does, and `OSError`."""
+        async with self._rebuilding:
+            with scratch_folder(self._scratch) as scratch:
+                upload = scratch / "upload"
+                result = await self._pack_stored(digest, row_type or self._row_type, upload, scratch / "packed.safetensors")
+                looked = await self._text_of(result, upload)
+                if looked is None:
+                    raise _cannot_pack(digest, result.report)
+                return VersionFacts(result.traits, looked.text)
 
     async def sweep(self) -> None:
         """Expire uploads that were never completed, and drop bytes that nothing needs any more."""
@@ -186,14 +213,26 @@ class Publisher:
             await self._fail(lease, _failure("upload", error.message, "push it again"))
             return
         with scratch_folder(self._scratch) as scratch:
-            packed = scratch / "packed.safetensors"
-            result = await self._run(PublishJob(folder, packed, self._spec, self._row_type, self._job_limits()))
-            if not result.ok:
+            packed, row_type = scratch / "packed.safetensors", lease.row_type or self._row_type
+            job = PublishJob(folder, packed, self._spec, row_type, self._job_limits(), base_dir=self._base_dir)
+            result = await self._run(job)
+            looked = await self._text_of(result, folder) if result.ok else None
+            if looked is None or result.digest is None:
                 await self._fail(lease, result.report)
                 return
             await self._blobs.store(lease, result, folder, packed)
-        now = self._millis()
-        await self._database.run_write(lambda session: records.finish(session, lease, result, now))
+            await self._quantised.look(job, result, looked.prompts)
+        now, passed = self._millis(), Passed(result.digest, result.report, VersionFacts(result.traits, looked.text))
+        await self._database.run_write(lambda session: records.finish(session, lease, passed, now))
+
+    async def _text_of(self, result: PublishResult, folder: Path) -> TextVerdict | None:
+        """Which of its text files are in force; None if they are refused. What was found joins the result's report."""
+        names = tuple(name for name in result.files if name in TOKENIZER_FILES)
+        if not names:
+            return TextVerdict(Report(), OwnText())
+        verdict = await self._check_text(TextJob(str(self._base_dir), str(folder), names, result.traits.vocab_size))
+        result.report.add(verdict.report)
+        return verdict if verdict.report.ok else None
 
     async def _put_off(self, lease: Lease, fault: _Fault) -> bool:
         """Leave the upload for another attempt, here or elsewhere; true if that was the last and the version failed."""
@@ -225,19 +264,25 @@ class Publisher:
         now = self._millis()
         await self._database.run_write(lambda session: records.fail(session, lease, report, now))
 
-    async def _rebuild(self, digest: AdapterDigest, replace: bool) -> None:
-        if await (self._blobs.has_intact_packed(digest) if replace else self._blobs.has_packed(digest)):
+    async def _rebuild(self, digest: AdapterDigest, row_type: RowTypeName, replace: bool) -> None:
+        if await (self._blobs.has_intact_packed(digest, row_type) if replace else self._blobs.has_packed(digest, row_type)):
             return
         async with self._rebuilding:
             with scratch_folder(self._scratch) as scratch:
-                upload, packed = scratch / "upload", scratch / "packed.safetensors"
-                await self._blobs.fetch_upload(digest, upload)
-                # The config is that of whoever sent this digest first, and may name another base than the asker's.
-                limits = replace_fields(self._job_limits(), require_base_name=False)
-                result = await self._run(PublishJob(upload, packed, self._spec, self._row_type, limits, digest))
-                if not result.ok or result.packed_key is None:
-                    raise _cannot_pack(digest, result.report)
+                packed = scratch / "packed.safetensors"
+                result = await self._pack_stored(digest, row_type, scratch / "upload", packed)
+                if result.packed_key is None:
+                    raise AssertionError("a passed upload has a packed key")
                 await self._blobs.store_packed(digest, result.packed_key, packed)
+
+    async def _pack_stored(self, digest: AdapterDigest, row_type: RowTypeName, upload: Path, packed: Path) -> PublishResult:
+        await self._blobs.fetch_upload(digest, upload)
+        # The config is that of whoever sent this digest first, and may name another base than the asker's.
+        limits = replace_fields(self._job_limits(), require_base_name=False)
+        result = await self._run(PublishJob(upload, packed, self._spec, row_type, limits, digest, base_dir=self._base_dir))
+        if not result.ok:
+            raise _cannot_pack(digest, result.report)
+        return result
 
     async def _run(self, job: PublishJob) -> PublishResult:
         return await self._run_publish(job, timeout_s=self._limits.timeout, memory_bytes=self._limits.memory_bytes)

@@ -12,10 +12,10 @@ from uuid import UUID
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from graftwork_adapters.keys import AdapterDigest
-from graftwork_adapters.publish_job import PublishResult
+from graftwork_adapters.keys import AdapterDigest, RowTypeName
 from graftwork_adapters.report import Report
-from graftwork_platform.catalog.catalog import newest_ready
+from graftwork_platform.catalog.catalog import newest_ready, row_type_of
+from graftwork_platform.catalog.facts import VersionFacts, facts_from_json, facts_to_json
 from graftwork_platform.models import Adapter, AdapterVersion, Upload, UploadState, VersionState
 from graftwork_platform.publishing.manifest import FileEntry, from_json
 
@@ -37,6 +37,7 @@ class Lease:
     attempt: int
     files: Sequence[FileEntry]
     part_bytes: int
+    row_type: RowTypeName | None  # of the packed form; None: the server's
     last_fault: str | None  # what went wrong in an attempt before, if that could still be written down
 
 
@@ -58,7 +59,8 @@ def take_lease(session: Session, upload_id: UUID, token: UUID, now: int, until: 
     version = session.get_one(AdapterVersion, upload.version_id, with_for_update=True)
     version.attempts += 1
     last_fault = version.report[-1]["message"] if version.report else None
-    return Lease(upload_id, version.id, token, version.attempts, from_json(upload.files), upload.part_bytes, last_fault)
+    files, row_type = from_json(upload.files), row_type_of(version.row_type)
+    return Lease(upload_id, version.id, token, version.attempts, files, upload.part_bytes, row_type, last_fault)
 
 
 def renew_lease(session: Session, lease: Lease, until: int) -> bool:
@@ -90,8 +92,17 @@ def claim(session: Session, lease: Lease, digest: AdapterDigest) -> None:
     session.get_one(AdapterVersion, lease.version_id, with_for_update=True).digest = digest
 
 
-def finish(session: Session, lease: Lease, result: PublishResult, now: int) -> None:
-    """Give a passed version its number and digest and serve it; if the newest version has that digest, it was that one again.
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What there is to say of a version that is to be served."""
+
+    digest: AdapterDigest
+    report: Report
+    facts: VersionFacts
+
+
+def finish(session: Session, lease: Lease, passed: Passed, now: int) -> None:
+    """Give a passed version its number and digest and serve it; if the newest version is the same, it was that one again.
 
     Raises `LeaseLost`.
     """
@@ -100,22 +111,29 @@ def finish(session: Session, lease: Lease, result: PublishResult, now: int) -> N
     adapter = session.get_one(Adapter, adapter_id, with_for_update=True)  # its number and its deletion are dealt with one by one
     version = session.get_one(AdapterVersion, lease.version_id, with_for_update=True)
     if adapter.deleted_at is not None:
-        report = Report(list(result.report.findings))
+        report = passed.report.copy()
         report.fail("adapter", None, "the adapter was deleted while this version was being validated", "push it again")
         fail(session, lease, report, now)
         return
     newest = newest_ready(session, adapter.id)
     upload.state, upload.lease_holder = UploadState.READY, None
-    if newest is not None and newest.digest == result.digest:
-        upload.version_id = newest.id
+    if newest is not None and _is_same(newest, passed, version.row_type):
+        upload.version_id, newest.facts = newest.id, facts_to_json(passed.facts)
         session.flush()  # nothing may point at the row that goes
         session.delete(version)
         return
     version.number, adapter.next_version = adapter.next_version, adapter.next_version + 1
-    version.digest = result.digest
-    version.report = result.report.as_json()
+    version.digest = passed.digest
+    version.report = passed.report.as_json()
+    version.facts = facts_to_json(passed.facts)
     version.state = VersionState.READY
     version.ready_at = now
+
+
+def keep_facts(session: Session, version_id: UUID, facts: VersionFacts) -> None:
+    """Note what a version is of which that was not known."""
+    unknown = (AdapterVersion.id == version_id, AdapterVersion.facts.is_(None))
+    session.execute(update(AdapterVersion).where(*unknown).values(facts=facts_to_json(facts)))
 
 
 def fail(session: Session, lease: Lease, report: Report, now: int) -> None:
@@ -134,6 +152,14 @@ def expire_uploads(session: Session, now: int) -> list[UUID]:
     session.execute(update(Upload).where(*late).values(state=UploadState.EXPIRED))
     live = (UploadState.UPLOADING, UploadState.VALIDATING)
     return list(session.scalars(select(Upload.id).where(Upload.state.in_(live))))
+
+
+def _is_same(newest: AdapterVersion, passed: Passed, row_type: str | None) -> bool:
+    """True if the newest version answers as this one would. One of an older server is not served before its facts are known, which
+    the same bytes tell.
+    """
+    same_bytes = newest.digest == passed.digest and newest.row_type == row_type
+    return same_bytes and (newest.facts is None or facts_from_json(newest.facts) == passed.facts)
 
 
 def _held(session: Session, lease: Lease) -> Upload:

@@ -13,12 +13,12 @@ from sqlalchemy.orm import Session
 
 from graftwork_adapters.errors import BlobNotFound, StoreError
 from graftwork_adapters.keys import AdapterDigest
-from graftwork_platform.catalog.catalog import newest_ready
+from graftwork_platform.catalog.catalog import newest_ready, row_type_of
 from graftwork_platform.catalog.names import check_adapter_name
 from graftwork_platform.db import Database
 from graftwork_platform.errors import BadRequest, Conflict, NotFound, ServiceUnavailable
 from graftwork_platform.ids import show, uuid7
-from graftwork_platform.models import Adapter, AdapterVersion, Upload, UploadState, VersionState
+from graftwork_platform.models import Adapter, AdapterVersion, Tenant, Upload, UploadState, VersionState
 from graftwork_platform.publishing.blobs import Blobs
 from graftwork_platform.publishing.incoming import Incoming
 from graftwork_platform.publishing.manifest import (
@@ -33,6 +33,7 @@ from graftwork_platform.publishing.manifest import (
 )
 from graftwork_platform.publishing.publisher import Publisher
 from graftwork_platform.publishing.store_threads import StoreThreads
+from graftwork_platform.row_types import SERVERS, WantedRowType
 from graftwork_platform.settings import UploadLimits
 
 _log = logging.getLogger(__name__)
@@ -72,8 +73,13 @@ class Uploads:
         self._now = now
         self._completing: set[UUID] = set()
 
-    async def create(self, tenant_id: UUID, name: str, files: Sequence[FileEntry]) -> UploadView:
-        """Promise files for a version of adapter ``name``. Raises `BadRequest`, `PayloadTooLarge`."""
+    async def create(
+        self, tenant_id: UUID, name: str, files: Sequence[FileEntry], *, row_type: WantedRowType | None = None
+    ) -> UploadView:
+        """Promise files for a version of adapter ``name``, whose rows are to be of ``row_type`` (None: the tenant's).
+
+        Raises `BadRequest`, `PayloadTooLarge`.
+        """
         check_adapter_name(name, self._base_name)
         check_manifest(files, self._limits)
         millis = self._millis()
@@ -83,6 +89,7 @@ class Uploads:
             adapter_name=name,
             files=to_json(files),
             part_bytes=self._limits.part_bytes,
+            row_type=row_type,
             state=UploadState.UPLOADING,
             version_id=None,
             created_at=millis,
@@ -162,7 +169,7 @@ class Uploads:
             if row.state == UploadState.UPLOADING:  # else a sweep came first, or another server
                 adapter = self._locked_adapter(session, row)
                 newest = newest_ready(session, adapter.id)
-                row.version_id = same if newest and newest.id == same else self._new_version(session, adapter, manifest).id
+                row.version_id = same if newest and newest.id == same else self._new_version(session, adapter, row, manifest).id
                 row.state = UploadState.READY if row.version_id == same else UploadState.VALIDATING
             return UploadState(row.state)
 
@@ -175,17 +182,24 @@ class Uploads:
             _log.exception("the parts of %s could not be dropped; a sweep will do it", show("up", upload.id))
 
     async def _same_as_latest(self, upload: Upload, manifest: str) -> UUID | None:
-        """The newest version's id if it was made of exactly these files and can still be served."""
+        """The newest version's id if it was made of exactly these files for the same row type, and can still be served.
+
+        Of a version without facts nobody knows what would be found today, so its files are looked at again.
+        """
 
         def work(session: Session) -> AdapterVersion | None:
             query = select(Adapter.id).where(Adapter.tenant_id == upload.tenant_id, Adapter.name == upload.adapter_name)
             adapter_id = session.scalar(query)
             newest = newest_ready(session, adapter_id) if adapter_id else None
-            return newest if newest and newest.manifest_sha256 == manifest else None
+            if newest is None or newest.manifest_sha256 != manifest or newest.facts is None:
+                return None
+            return newest if newest.row_type == _wanted_row_type(session, upload) else None
 
         newest = await self._database.run_read(work)
-        if newest is None or newest.digest is None or not await self._blobs.is_stored(AdapterDigest(newest.digest)):
-            return None  # also where its blobs vanished: publishing them again heals it
+        if newest is None or newest.digest is None:
+            return None
+        if not await self._blobs.is_stored(AdapterDigest(newest.digest), row_type_of(newest.row_type)):
+            return None  # publishing them again heals it
         return newest.id
 
     def _locked_adapter(self, session: Session, upload: Upload) -> Adapter:
@@ -204,7 +218,7 @@ class Uploads:
         session.flush()  # if another server makes it at the same time, all this is done again and finds it
         return adapter
 
-    def _new_version(self, session: Session, adapter: Adapter, manifest: str) -> AdapterVersion:
+    def _new_version(self, session: Session, adapter: Adapter, upload: Upload, manifest: str) -> AdapterVersion:
         adapter.deleted_at = None
         version = AdapterVersion(
             id=uuid7(self._now),
@@ -213,6 +227,7 @@ class Uploads:
             manifest_sha256=manifest,
             state=VersionState.VALIDATING,
             report=[],
+            row_type=_wanted_row_type(session, upload),
             attempts=0,
             created_at=self._millis(),
         )
@@ -246,6 +261,13 @@ class Uploads:
 
     def _millis(self) -> int:
         return int(self._now() * 1000)
+
+
+def _wanted_row_type(session: Session, upload: Upload) -> str | None:
+    """What the upload asks for, or else its tenant; None: the server's."""
+    if upload.row_type == SERVERS:
+        return None
+    return upload.row_type or session.get_one(Tenant, upload.tenant_id).row_type
 
 
 def _storage_unavailable(error: OSError | StoreError) -> ServiceUnavailable:

@@ -31,10 +31,12 @@ from graftwork_platform.db import DatabaseUnavailable
 from graftwork_platform.db_url import UnsupportedDatabase
 from graftwork_platform.keys.claim import claim
 from graftwork_platform.publishing.owner import ForeignStore, StoreOwner
+from graftwork_platform.publishing.quality import Quality
 from graftwork_platform.secrets import BadSecret
 from graftwork_platform.serve.supervisor import EXIT_CONFIG
 from graftwork_platform.settings import Settings
 from graftwork_platform.text.model_text import ModelText
+from graftwork_platform.text.neutral_texts import neutral_prompts
 from graftwork_platform.text.tokenizer import TokenizerError
 
 logger = logging.getLogger(__name__)
@@ -111,14 +113,15 @@ async def answer(config: ApiConfig, listener: socket.socket) -> None:
     """Answer HTTP on ``listener`` until SIGTERM, then let running streams end within the settings' grace."""
     settings = config.settings
     spec = load_base_spec(settings.model_dir, settings.cache_dir, name=settings.base_name)
-    services = build_services(settings, spec, open_store(settings.store))
+    engine, text = EngineClient(config.engine_endpoint), ModelText.from_dir(settings.model_dir)
+    quality = Quality(engine, neutral_prompts(text.tokenizer))
+    services = build_services(settings, spec, open_store(settings.store), measure=quality.compare)
     try:
         await services.database.run_write(lambda session: claim(session, services.secrets))
     except DatabaseUnavailable:
         logger.warning("the database is away; requests are answered 503 until it is back")
     await _confirm_store(services.store_owner)
-    engine = EngineClient(config.engine_endpoint)
-    app = create_app(services, engine, ModelText.from_dir(settings.model_dir))
+    app = create_app(services, engine, text)
     limit = math.ceil(settings.shutdown_grace + LAST_WORDS_S)
     options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=limit)
     await _Server(options, engine, settings.shutdown_grace).serve(sockets=[listener])

@@ -32,5 +32,11 @@ def engine_config(settings: Settings, chosen: dict[str, object], *, prefix_cachi
 
 def publishing_for(engine: EngineConfig, settings: Settings) -> Settings:
     """Publishing refuses what the engine's adapter memory could never hold."""
-    memory = ServingMemory(engine.adapter_memory_bytes, engine.adapter_page_bytes, engine.adapter_host_bytes)
+    memory = ServingMemory(
+        engine.adapter_memory_bytes,
+        engine.adapter_page_bytes,
+        engine.adapter_host_bytes,
+        engine.adapter_whole_bytes,
+        engine.dtype,
+    )
     return replace(settings, publish=replace(settings.publish, memory=memory))

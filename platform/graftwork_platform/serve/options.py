@@ -43,6 +43,16 @@ Graphs = Annotated[
     bool,
     typer.Option("--graphs/--no-graphs", help="On a GPU: capture steps that decode, and replay them. Off to look for a fault."),
 ]
+AdapterDtype = Annotated[
+    Literal["auto", "bfloat16", "float32", "int8", "e4m3"],
+    typer.Option("--adapter-dtype", help="Of adapters' rows, unless a tenant's or an upload's is another; auto: that of --dtype."),
+]
+AdapterWholeMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--adapter-whole-memory", metavar="BYTES", help="For whole matrices that adapters bring: heads, embeddings, norms."
+    ),
+]
 KernelDir = Annotated[
     Path | None, typer.Option("--kernel-dir", help="Folder of compiled kernels; DATA_DIR/cache/kernels by default.")
 ]
@@ -67,6 +77,17 @@ def store_config(
         return None
     place = url if "://" in url else str(Path(url).absolute())
     return StoreConfig(place, endpoint, region, path_style, None if ca_bundle is None else str(ca_bundle.absolute()))
+
+
+def adapter_memory(pool: int | None, host: int | None, whole: int | None, page: int | None) -> dict[str, int | float | None]:
+    """What the engine is told of memory for adapters, in bytes; None: its default."""
+    return {
+        "adapter_memory_bytes": pool,
+        "adapter_memory_fraction": None if pool is None else 0.0,  # as much as was said, and no more
+        "adapter_host_bytes": host,
+        "adapter_whole_bytes": whole,
+        "adapter_page_bytes": page,
+    }
 
 
 def kernel_pins(given: list[str]) -> dict[str, str]:

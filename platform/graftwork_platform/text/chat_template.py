@@ -7,17 +7,18 @@ so much time and memory; whatever goes wrong in it is the request's error.
 from __future__ import annotations
 
 import datetime
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from graftwork_platform.errors import BadRequest, ServiceUnavailable
-from graftwork_platform.text.template_sandbox import TemplateFailure, TemplateSandbox, TemplatesBusy
-from graftwork_platform.text.tokenizer import TokenizerError, read_tokenizer_config
+from graftwork_platform.text.template_queue import TemplatesBusy
+from graftwork_platform.text.template_sandbox import TemplateFailure, TemplateSandbox
+from graftwork_platform.text.template_source import template_source
+from graftwork_platform.text.tokenizer import TokenizerError
 
 Message = dict[str, object]
 """One message as the template sees it: role, content, and what else the client may send."""
-
-_BUSY_RETRY_AFTER = 2  # seconds
 
 
 class ChatTemplate:
@@ -29,23 +30,23 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         sandbox: TemplateSandbox,
         now: Callable[[], datetime.datetime] = datetime.datetime.now,
+        group: str = "",
     ) -> None:
-        """Raises `TokenizerError` if ``source`` cannot be compiled."""
+        """``group``: whose it is, for `TemplateSandbox.compile`. Raises `TokenizerError` if ``source`` cannot be compiled."""
         self._special_tokens = dict(special_tokens)
         self._sandbox = sandbox
         self._now = now
         try:
-            self._number = sandbox.compile(source)
+            self._number = sandbox.compile(source, group)
         except TemplateFailure as failure:
             raise TokenizerError(f"the chat template cannot be compiled: {failure}") from failure
+        # Requests that run hold their template; whoever of them is last lets the sandbox forget it.
+        weakref.finalize(self, sandbox.forget, self._number).atexit = False
 
     @classmethod
     def from_dir(cls, model_dir: Path, special_tokens: Mapping[str, str], sandbox: TemplateSandbox) -> ChatTemplate | None:
-        """The folder's default template, or None if it has none; raises `TokenizerError` if it cannot be compiled.
-
-        A ``chat_template.jinja`` stands above ``chat_template`` in ``tokenizer_config.json``: a text, or a list of named ones.
-        """
-        source = _default_source(model_dir)
+        """The folder's default template, or None if it has none; raises `TokenizerError` if it cannot be read or compiled."""
+        source = template_source(model_dir)
         return None if source is None else cls(source, special_tokens, sandbox)
 
     async def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
@@ -64,19 +65,4 @@ class ChatTemplate:
         except TemplateFailure as failure:
             raise BadRequest(f"The model's chat template refused the messages: {failure}", param="messages") from failure
         except TemplatesBusy as busy:
-            raise ServiceUnavailable(
-                "Too many chats wait for their prompts to be written.", code="templates_busy", retry_after=_BUSY_RETRY_AFTER
-            ) from busy
-
-
-def _default_source(model_dir: Path) -> str | None:
-    path = model_dir / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    declared = read_tokenizer_config(model_dir).get("chat_template")
-    if declared is None or isinstance(declared, str):
-        return declared
-    named = {entry["name"]: entry["template"] for entry in declared} if isinstance(declared, list) else declared
-    if not isinstance(named, dict) or not isinstance(named.get("default"), str):
-        raise TokenizerError(f"{model_dir / 'tokenizer_config.json'} has several chat templates and none named default")
-    return str(named["default"])
+            raise ServiceUnavailable(str(busy), code="templates_busy", retry_after=busy.retry_after) from busy

@@ -30,6 +30,10 @@ def template_environment(now: Callable[[], datetime.datetime]) -> ImmutableSandb
     return environment
 
 
+class TemplateRefusal(jinja2.TemplateError):
+    """A template called ``raise_exception``: it does not want what it was given."""
+
+
 class _GenerationBlock(jinja2.ext.Extension):
     """``{% generation %}`` marks what the assistant wrote, for training; here it is its own content."""
 
@@ -68,7 +72,7 @@ def _new_dict(*args: Iterable[tuple[str, object]], **kwargs: object) -> dict[str
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise TemplateRefusal(message)
 
 
 def _to_json(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import itertools
 import signal
 import socket
 import subprocess
 import sys
-import threading
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import msgspec
 
-from graftwork_platform.text.template_worker import Compile, Render, Reply, receive_frame, send_frame
+from graftwork_platform.text.template_queue import TemplateQueue, TemplatesBusy, Turn
+from graftwork_platform.text.template_worker import Compile, Forget, Render, Reply, Work, receive_frame, send_frame
 
 _WORKER = "graftwork_platform.text.template_worker"
 MAX_RENDERS = 64
@@ -23,11 +26,15 @@ _STUCK_S = 30.0
 
 
 class TemplateFailure(Exception):
-    """A template did not give a text: what it said itself, or which limit it met."""
+    """A template did not give a text: what it said itself, or which limit it met.
 
+    ``is_refusal``: it is a template that works, and did not want what it was given. ``ran_out``: it used up the time it had.
+    """
 
-class TemplatesBusy(Exception):
-    """Too many texts wait to be rendered."""
+    def __init__(self, message: str, *, is_refusal: bool = False, ran_out: bool = False) -> None:
+        super().__init__(message)
+        self.is_refusal = is_refusal
+        self.ran_out = ran_out
 
 
 class TemplateSandbox:
@@ -36,32 +43,52 @@ class TemplateSandbox:
     The process starts with the first piece of work, and again with the first one after `close` or after an end of its own.
     """
 
-    def __init__(self, *, cpu_seconds: float = 2.0, max_renders: int = MAX_RENDERS) -> None:
-        """``cpu_seconds``: processor time that one text may take; ``max_renders``: texts that may wait or be under way."""
+    def __init__(self, *, cpu_seconds: float = 2.0, max_renders: int = MAX_RENDERS, is_forgiving: bool = True) -> None:
+        """``cpu_seconds``: processor time that one text may take; ``max_renders``: texts of one group that may wait.
+
+        ``is_forgiving``: templates that are slow, or run out of time again and again, keep their places; where everyone uses the
+        same one, it must be.
+        """
         self._cpu_seconds = cpu_seconds
-        self._room = threading.Semaphore(max_renders)
-        self._sources: list[str] = []
+        self._queue = TemplateQueue(max_renders, is_forgiving=is_forgiving)
+        self._used = 0.0  # seconds, by the piece of work under way
+        self._sources: dict[int, str] = {}
+        self._groups: dict[int, str] = {}
+        self._numbers = itertools.count()
+        self._forgotten: deque[int] = deque()
         self._compiled: set[int] = set()  # in the process of the moment
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
         self._decoder = msgspec.msgpack.Decoder(Reply)
 
-    def compile(self, source: str) -> int:
-        """Take in a template; its number for `render`. Raises `TemplateFailure` if it is none. Blocks."""
-        self._sources.append(source)
-        number = len(self._sources) - 1
-        self._thread.submit(self._compile, number).result()
+    def compile(self, source: str, group: str = "") -> int:
+        """Take in a template; its number for `render`. ``group``: whose it is. Raises `TemplateFailure` if it is none. Blocks."""
+        number = next(self._numbers)
+        self._sources[number], self._groups[number] = source, group
+        turn = Turn(group, lambda: self._compile(number))
+        self._queue.put(turn, is_bounded=False)
+        self._thread.submit(self._work)
+        try:
+            turn.future.result()
+        except (TemplateFailure, TemplatesBusy) as error:
+            del self._sources[number], self._groups[number]
+            if isinstance(error, TemplatesBusy):
+                raise TemplateFailure(str(error)) from error
+            raise
         return number
+
+    def forget(self, number: int) -> None:
+        """Let a template go that is not rendered any more. Takes no lock: the collector may call this in the middle of anything."""
+        self._forgotten.append(number)
 
     async def render(self, number: int, variables: Mapping[str, object], now: datetime.datetime) -> str:
         """The text that a template makes of ``variables``, which are plain values. Raises `TemplateFailure`, or `TemplatesBusy`."""
-        if not self._room.acquire(blocking=False):
-            raise TemplatesBusy
         work = Render(number, dict(variables), now.isoformat(), self._cpu_seconds)
-        rendering = self._thread.submit(self._render, work)
-        rendering.add_done_callback(lambda _: self._room.release())  # also of work that nobody waits for any more
-        return await asyncio.wrap_future(rendering)
+        turn = Turn(self._groups[number], lambda: self._render(work))
+        self._queue.put(turn)
+        self._thread.submit(self._work)
+        return await asyncio.wrap_future(turn.future) or ""
 
     def close(self) -> None:
         """End the process. Blocks until work that is under way has ended."""
@@ -69,10 +96,40 @@ class TemplateSandbox:
 
     # In the thread
 
+    def _work(self) -> None:
+        """One piece of work, whosever turn it is."""
+        turn = self._queue.take()
+        if not turn.future.set_running_or_notify_cancel():
+            return
+        self._used = 0.0
+        text, failure = None, None
+        try:
+            self._queue.check_cold(turn.group)
+            text = turn.work()
+        except Exception as error:  # noqa: BLE001 — whoever waits for it is told, whatever it is
+            failure = error
+        if not isinstance(failure, TemplatesBusy):
+            self._queue.note(turn.group, self._used, ran_out=isinstance(failure, TemplateFailure) and failure.ran_out)
+        if failure is None:
+            turn.future.set_result(text)
+        else:
+            turn.future.set_exception(failure)
+
     def _compile(self, number: int) -> None:
+        self._forget()
         if number not in self._compiled:
             self._ask(Compile(number, self._sources[number], self._cpu_seconds))
             self._compiled.add(number)
+
+    def _forget(self) -> None:
+        while self._forgotten:
+            number = self._forgotten.popleft()
+            self._sources.pop(number, None)
+            self._groups.pop(number, None)
+            if number in self._compiled:
+                self._compiled.discard(number)
+                with suppress(TemplateFailure):  # a process that has ended has forgotten it
+                    self._ask(Forget(number))
 
     def _render(self, work: Render) -> str:
         if self._process is not None and self._process.poll() is not None:
@@ -80,7 +137,7 @@ class TemplateSandbox:
         self._compile(work.number)
         return self._ask(work)
 
-    def _ask(self, work: Compile | Render) -> str:
+    def _ask(self, work: Work) -> str:
         try:
             connection = self._connected()
             send_frame(connection, work)
@@ -89,11 +146,15 @@ class TemplateSandbox:
             raise TemplateFailure(f"it was given what is no text: {error}") from error
         except TimeoutError as error:
             self._end()
-            raise TemplateFailure("it did not end") from error
+            self._used += _STUCK_S
+            raise TemplateFailure("it did not end", ran_out=True) from error
         except (EOFError, OSError) as error:
-            raise TemplateFailure(self._why(self._end())) from error
+            status = self._end()
+            self._used += self._cpu_seconds
+            raise TemplateFailure(self._why(status), ran_out=status == -signal.SIGPROF) from error
+        self._used += reply.seconds
         if reply.error is not None:
-            raise TemplateFailure(reply.error)
+            raise TemplateFailure(reply.error, is_refusal=reply.refused)
         return reply.text
 
     def _connected(self) -> socket.socket:

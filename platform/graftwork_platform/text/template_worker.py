@@ -14,11 +14,12 @@ import os
 import resource
 import signal
 import socket
+import time
 
 import jinja2
 import msgspec
 
-from graftwork_platform.text.template_environment import template_environment
+from graftwork_platform.text.template_environment import TemplateRefusal, template_environment
 
 MEMORY_BYTES = 256 << 20
 """What a process may take beside what it has when it starts."""
@@ -54,14 +55,25 @@ class Render(msgspec.Struct, tag="render"):
     seconds: float
 
 
+class Forget(msgspec.Struct, tag="forget"):
+    """Template ``number`` is not rendered any more."""
+
+    number: int
+
+
 class Reply(msgspec.Struct):
-    """The text, or why there is none, in the template's or jinja's words."""
+    """The text, or why there is none, in the template's or jinja's words. ``refused``: the template itself did not want to.
+
+    ``seconds``: processor time that it took.
+    """
 
     text: str = ""
     error: str | None = None
+    refused: bool = False
+    seconds: float = 0.0
 
 
-Work = Compile | Render
+Work = Compile | Render | Forget
 
 
 def send_frame(connection: socket.socket, message: Work | Reply) -> None:
@@ -85,25 +97,42 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return bytes(received)
 
 
+class _NoText(Exception):
+    """What a template wrote cannot be a prompt."""
+
+
+def _text_of(error: Exception) -> str:
+    words = error.message if isinstance(error, jinja2.TemplateError) else str(error)
+    # What is no text, such as half a surrogate pair, cannot be sent.
+    return (words or type(error).__name__)[:MAX_ERROR_CHARS].encode(errors="replace").decode()
+
+
 class _Worker:
     def __init__(self) -> None:
         self._now = datetime.datetime.now()
         self._environment = template_environment(lambda: self._now)
         self._templates: dict[int, jinja2.Template] = {}
 
-    def work(self, work: Compile | Render) -> Reply:
+    def work(self, work: Work) -> Reply:
+        if isinstance(work, Forget):
+            self._templates.pop(work.number, None)
+            return Reply()
         try:
             if isinstance(work, Compile):
                 self._templates[work.number] = self._environment.from_string(work.source)
                 return Reply()
             self._now = datetime.datetime.fromisoformat(work.now)
             return Reply(self._render(self._templates[work.number], work.variables))
+        except TemplateRefusal as error:
+            return Reply(error=_text_of(error), refused=True)
         except jinja2.TemplateSyntaxError as error:
-            return Reply(error=f"line {error.lineno}: {error.message}"[:MAX_ERROR_CHARS])
+            return Reply(error=f"line {error.lineno}: {_text_of(error)}"[:MAX_ERROR_CHARS])
         except MemoryError:
             return Reply(error="it needs more memory than a template may have")
+        except _NoText as error:
+            return Reply(error=str(error))
         except _TEMPLATE_FAILURES as error:
-            return Reply(error=str(error)[:MAX_ERROR_CHARS])
+            return Reply(error=_text_of(error))
 
     def _render(self, template: jinja2.Template, variables: dict[str, object]) -> str:
         parts: list[str] = []
@@ -111,16 +140,21 @@ class _Worker:
         for part in template.generate(variables):
             size += len(part)
             if size > MAX_TEXT_CHARS:
-                raise ValueError(f"its text is longer than {MAX_TEXT_CHARS} characters")
+                raise _NoText(f"its text is longer than {MAX_TEXT_CHARS} characters")
             parts.append(part)
-        return "".join(parts)
+        text = "".join(parts)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _NoText("its text holds half a surrogate pair, which is no text") from None
+        return text
 
 
 def main() -> None:
     """Work for the parent at the other end of standard input until it goes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal that the parent shares: it decides
     connection = socket.socket(fileno=0)
-    decoder = msgspec.msgpack.Decoder(Compile | Render)
+    decoder = msgspec.msgpack.Decoder(Work)
     worker = _Worker()
     _limit_memory()
     while True:
@@ -128,8 +162,10 @@ def main() -> None:
             work = decoder.decode(receive_frame(connection))
         except (EOFError, ConnectionError):
             return
-        signal.setitimer(signal.ITIMER_PROF, work.seconds)
+        signal.setitimer(signal.ITIMER_PROF, 0 if isinstance(work, Forget) else work.seconds)
+        started = time.process_time()
         reply = worker.work(work)
+        reply.seconds = time.process_time() - started
         signal.setitimer(signal.ITIMER_PROF, 0)
         send_frame(connection, reply)
 

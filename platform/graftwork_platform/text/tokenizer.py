@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -27,13 +27,16 @@ class TokenizerError(Exception):
 class Tokenizer:
     """A model's tokenizer. Safe to use from several threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], num_rows: int | None = None) -> None:
+        """``num_rows``: of the model's embedding, where every id is known to be below that. The vocabulary is then never asked for
+        as a whole, which would hold the interpreter's lock for a large one.
+        """
         self._backend = backend
         self.special_tokens = dict(special_tokens)  # "bos_token" → "<s>", …: what a chat template sees by these names
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.is_byte_level = _is_byte_level(backend)
-        self.max_bytes_per_token = _max_bytes_per_token(backend, self.is_byte_level)
+        self.max_bytes_per_token = _max_bytes_per_token(backend, self.is_byte_level, num_rows)
         self._byte_of_char = _byte_level_alphabet()
         self._anchor = backend.encode("a", add_special_tokens=False).ids
         self._anchor_text = backend.decode(self._anchor)
@@ -42,8 +45,8 @@ class Tokenizer:
         self._whole_texts: dict[int, str | None] = {}
 
     @classmethod
-    def from_dir(cls, model_dir: Path) -> Tokenizer:
-        """Read a Hugging Face folder; raises `TokenizerError`."""
+    def from_dir(cls, model_dir: Path, num_rows: int | None = None) -> Tokenizer:
+        """Read a Hugging Face folder; ``num_rows`` as for the constructor. Raises `TokenizerError`."""
         path = model_dir / "tokenizer.json"
         if not path.exists():
             raise TokenizerError(f"{path} is missing; only folders with a tokenizer.json are served")
@@ -56,10 +59,10 @@ class Tokenizer:
         backend.no_padding()
         config = read_tokenizer_config(model_dir)
         _add_declared_tokens(backend, config)
-        named = dict(_named_special_tokens(config))
+        named = dict(_named_tokens(config))
         # Text that spells a special token means that token, also where tokenizer.json has it as an ordinary one.
         backend.add_special_tokens([_as_added_token(value, special=True) for value in named.values()])
-        return cls(backend, {name: _content(value) for name, value in named.items()})
+        return cls(backend, named_special_tokens(config), num_rows)
 
     def min_tokens(self, num_bytes: int) -> int:
         """The least number of tokens that a text of ``num_bytes`` (UTF-8) can make, known without looking at it."""
@@ -69,6 +72,22 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids the tokenizer knows, added ones included; the model's matrix may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def max_id(self) -> int:
+        """The highest id of any token."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def num_shared_ids(self) -> int:
+        """Tokens whose id another token has too."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return len(vocabulary) - len(set(vocabulary.values()))
+
+    def pipeline(self) -> dict[str, object]:
+        """All that decides how text becomes ids and ids text, as ``tokenizer.json`` writes it."""
+        found: dict[str, object] = json.loads(self._backend.to_str())
+        return {name: part for name, part in found.items() if name not in ("version", "truncation", "padding")}
 
     def token_id(self, token: str) -> int | None:
         """The id of exactly this token."""
@@ -147,22 +166,26 @@ class Tokenizer:
         return text.removeprefix(self._anchor_text).encode()
 
 
-def _max_bytes_per_token(backend: tokenizers.Tokenizer, is_byte_level: bool) -> int:
+def _max_bytes_per_token(backend: tokenizers.Tokenizer, is_byte_level: bool, num_rows: int | None) -> int:
     """No token stands for more bytes of text than this. A normaliser may make a text shorter before it is cut: it gets a margin."""
-    vocabulary = backend.get_vocab(with_added_tokens=True)
+    if num_rows is None:
+        vocabulary: Iterable[str] = backend.get_vocab(with_added_tokens=True)
+    else:
+        vocabulary = (token for token in map(backend.id_to_token, range(num_rows)) if token is not None)
     longest = max((len(token) if is_byte_level and token.isascii() else len(token.encode()) for token in vocabulary), default=1)
     return longest * (1 if backend.normalizer is None else _NORMALISER_MARGIN)
 
 
 def read_tokenizer_config(model_dir: Path) -> dict[str, object]:
     """``tokenizer_config.json`` with an older folder's ``special_tokens_map.json`` laid over it; empty if there is neither."""
-    config = _read_object(model_dir / "tokenizer_config.json")
+    config = read_object(model_dir / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        config |= _read_object(model_dir / "special_tokens_map.json")
+        config |= read_object(model_dir / "special_tokens_map.json")
     return config
 
 
-def _read_object(path: Path) -> dict[str, object]:
+def read_object(path: Path) -> dict[str, object]:
+    """A file's JSON object; empty if there is no file. Raises `TokenizerError`."""
     if not path.exists():
         return {}
     try:
@@ -174,7 +197,12 @@ def _read_object(path: Path) -> dict[str, object]:
     return raw
 
 
-def _named_special_tokens(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def named_special_tokens(config: Mapping[str, object]) -> dict[str, str]:
+    """The special tokens that a `read_tokenizer_config` names, by what it calls them."""
+    return {name: _content(value) for name, value in _named_tokens(config)}
+
+
+def _named_tokens(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for name, value in config.items():
         if name.endswith("_token") and (isinstance(value, str) or (isinstance(value, dict) and "content" in value)):
             yield name, value
@@ -186,9 +214,12 @@ def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, obj
     if not isinstance(declared, dict):
         return
     known = backend.get_added_tokens_decoder()
-    for token_id, value in sorted(declared.items(), key=lambda entry: int(entry[0])):
-        if int(token_id) not in known and isinstance(value, dict):
-            backend.add_tokens([_as_added_token(value, special=bool(value.get("special")))])
+    missing = [
+        _as_added_token(value, special=bool(value.get("special")))
+        for token_id, value in sorted(declared.items(), key=lambda entry: int(entry[0]))
+        if int(token_id) not in known and isinstance(value, dict)
+    ]
+    backend.add_tokens(missing)  # at once: each call builds the search for all of them anew
 
 
 def _content(value: object) -> str:
@@ -208,7 +239,9 @@ def _as_added_token(value: object, *, special: bool) -> tokenizers.AddedToken:
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    decoder = json.loads(backend.to_str())["decoder"] or {}
+    if backend.decoder is None:
+        return False
+    decoder = json.loads(backend.decoder.__getstate__())
     parts = decoder.get("decoders", [decoder])
     return [part.get("type") for part in parts] == ["ByteLevel"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ import pytest
 from graftwork_adapters.device_pool import PoolTensors
 from graftwork_adapters.errors import AdapterError, BlobNotFound
 from graftwork_adapters.keys import AdapterDigest, RowTypeName, packed_key, packed_path
-from graftwork_adapters.packed import ABSENT, PackedIndex, PackedSite, write_packed
+from graftwork_adapters.packed import ABSENT, PackedIndex, PackedSite, PackedWhole, write_packed
+from graftwork_adapters.whole_memory import DeviceWholes
 
 BASE_ID = "ba5e"
 NUM_SITES = 4
@@ -52,10 +53,11 @@ def build_packed(
     row_type: RowTypeName = "bfloat16",
     base_id: str = BASE_ID,
     num_bytes: int | None = None,
+    wholes: tuple[PackedWhole, ...] = (),
 ) -> Packed:
     """An adapter of random bytes with the given rank per site (0: absent, but for a scale and bias at site 0).
 
-    ``num_bytes`` asks for that many bytes instead, as one site of 64-byte rows.
+    ``num_bytes`` asks for that many bytes instead, as one site of 64-byte rows. Token ids among the ``wholes`` are 1, 3, 5 ...
     """
     if num_bytes is not None:
         ranks, row_bytes = (num_bytes // 128,), (64, 64)
@@ -69,9 +71,13 @@ def build_packed(
         sites.append(PackedSite(number, rank, row, row + rank, scale, bias))
         runs += [(rank, row_bytes[0]), (rank, row_bytes[1])] + ([(2, 256)] if extras else [])
         row += 2 * rank + (2 if extras else 0)
-    index = PackedIndex(packed_key(digest, base_id, row_type), digest, base_id, row_type, tuple(sites), tuple(runs))
+    index = PackedIndex(packed_key(digest, base_id, row_type), digest, base_id, row_type, tuple(sites), tuple(runs), wholes)
     generator = np.random.default_rng(int(digest[:8], 16))
-    return Packed(index, generator.integers(0, 256, index.num_bytes, dtype=np.uint8))
+    rows = generator.integers(0, 256, index.num_bytes, dtype=np.uint8)
+    for whole, start in zip(wholes, index.whole_starts, strict=True):
+        if whole.dtype == "int64":
+            rows[start : start + whole.num_bytes].view("<i8")[:] = 2 * np.arange(*whole.shape) + 1
+    return Packed(index, rows)
 
 
 class MemoryStore:
@@ -157,6 +163,25 @@ def assert_kernel_sees(memory: PoolTensors, adapter: int, packed: Packed) -> Non
                 offset = int(memory.row_offset[row])
                 assert offset % 64 == 0
                 assert bytes(memory.pool[offset : offset + len(wanted)].tolist()) == wanted
+
+
+def assert_model_sees(wholes: Mapping[int, DeviceWholes], adapter: int, packed: Packed) -> None:
+    """Compare all that an adapter brings whole, as it is, or in fp32 where it was packed in bf16."""
+    if not packed.index.wholes:
+        assert adapter not in wholes
+        return
+    assert wholes[adapter].tensors.keys() == {whole.name for whole in packed.index.wholes}
+    for whole, start in zip(packed.index.wholes, packed.index.whole_starts, strict=True):
+        tensor = wholes[adapter].tensors[whole.name]
+        packed_bytes = packed.rows[start : start + whole.num_bytes]
+        wanted = packed_bytes.view("<u2").astype("<u4") << 16 if whole.dtype == "bfloat16" else packed_bytes
+        assert tuple(tensor.shape) == whole.shape
+        assert tensor.numpy().tobytes() == wanted.tobytes()
+
+
+@pytest.fixture(scope="session")
+def model_sees() -> Callable[[Mapping[int, DeviceWholes], int, Packed], None]:
+    return assert_model_sees
 
 
 @pytest.fixture(scope="session")

@@ -125,7 +125,7 @@ CORRUPTIONS: list[tuple[str, Callable[[Rig], object], str]] = [
     ("a page given away", _own_anothers_page, "page 0 belongs to the free ones and to adapter {running}"),
     ("a page lost", lambda r: r.pool.table._free_pages.remove(7), "page 7 belongs to nobody"),
     ("an index lost", lambda r: r.pool.table._free_indices.remove(4), "adapter index 4 belongs to nobody"),
-    ("rows lost", lambda r: r.pool.table._row_starts.clear(), "rows end at 24, there are 64"),
+    ("rows lost", lambda r: r.pool.table._rows._starts.clear(), "rows end at 24, there are 64"),
     ("a row in another's page", _lead_astray, "rows of adapter {running} lie in pages [2], which are not its own"),
     *(
         (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import small_base as small
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -26,14 +27,20 @@ class PoolMachine(RuleBasedStateMachine):
     """Adapters of any ranks come and go; some are in use and may not be touched."""
 
     adapters: ClassVar[list] = []  # these two come from fixtures
-    kernel_sees = staticmethod(lambda *_: None)
+    kernel_sees = model_sees = staticmethod(lambda *_: None)
 
     @initialize(
-        num_pages=st.integers(1, 9), page=st.sampled_from([256, 512, 1024]), rows=st.integers(4, 60), max_adapters=st.integers(1, 5)
+        num_pages=st.integers(1, 9),
+        page=st.sampled_from([256, 512, 1024]),
+        rows=st.integers(4, 60),
+        max_adapters=st.integers(1, 5),
+        whole_bytes=st.integers(0, 1300),
     )
-    def build(self, num_pages: int, page: int, rows: int, max_adapters: int) -> None:
-        self.pool = DevicePool(num_pages * page, NUM_SITES, 256, page_bytes=page, max_rows=rows, max_adapters=max_adapters)
+    def build(self, num_pages: int, page: int, rows: int, max_adapters: int, whole_bytes: int) -> None:
+        limits = {"max_rows": rows, "max_adapters": max_adapters, "wholes": small.limits(whole_bytes)}
+        self.pool = DevicePool(num_pages * page, NUM_SITES, 256, page_bytes=page, **limits)
         self.pool.tensors.pool.fill_(NAN)
+        self.pool._wholes._memory.fill_(NAN)
         self.live: dict[int, tuple[Placement, object]] = {}
         self.num_placed = 0
         self.stale: list[int] = []
@@ -46,12 +53,13 @@ class PoolMachine(RuleBasedStateMachine):
             layout = self.pool.plan(packed.index)
         except AdapterTooLarge:
             return
-        free = self.pool.table.num_free_pages
+        free, free_whole = self.pool.table.num_free_pages, self.pool.table.num_free_whole_bytes
         placement = self.pool.place(layout.extent)
         if placement is None:
             assert self.live, "one that fits an empty pool was refused by an empty pool"
-            assert self.pool.table.num_free_pages == free
+            assert (self.pool.table.num_free_pages, self.pool.table.num_free_whole_bytes) == (free, free_whole)
             return
+        assert free_whole - self.pool.table.num_free_whole_bytes == layout.num_whole_bytes
         assert free - self.pool.table.num_free_pages == layout.extent.num_pages
         taken = {page for other, _ in self.live.values() for page in other.pages}
         assert not taken & set(placement.pages)
@@ -86,24 +94,31 @@ class PoolMachine(RuleBasedStateMachine):
         assert len({placement.index for placement in live.values()}) == len(live)
         for placement, packed in self.live.values():
             self.kernel_sees(self.pool.tensors, placement.index, packed)
+            self.model_sees(self.pool.wholes, placement.index, packed)
+        assert self.pool.used_whole_bytes <= self.pool.whole_capacity_bytes
+        assert self.pool.wholes.keys() <= {placement.index for placement in live.values()}
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):
             for placement, _ in self.live.values():
                 self.pool.free(placement)
             assert self.pool.table.discrepancies({}) == []
-            assert self.pool.used_bytes == 0
+            assert self.pool.used_bytes == self.pool.used_whole_bytes == len(self.pool.wholes) == 0
 
 
-def test_any_order_of_loads_and_evictions(packed_of, kernel_sees) -> None:
+def test_any_order_of_loads_and_evictions(packed_of, kernel_sees, model_sees) -> None:
     """Fault kind of sglang#8103 and sglang#7426: an adapter in reused memory mixed with the one before it."""
 
     class Bound(PoolMachine):
         pass
 
     types = ("bfloat16", "float32", "int8", "e4m3")
-    Bound.adapters = [packed_of(f"adapter {n}", ranks, row_type=types[n % 4]) for n, ranks in enumerate(SHAPES)]
-    Bound.kernel_sees = staticmethod(kernel_sees)
+    wholes = ((), small.NORM, (), small.HEAD, small.TOKENS, (), small.WIDE, small.NARROW_NORM + small.HEAD)
+    Bound.adapters = [
+        packed_of(f"adapter {n}", ranks, row_type=types[n % 4], wholes=wholes[n % 8]) for n, ranks in enumerate(SHAPES)
+    ]
+    Bound.adapters.append(packed_of("no rows", (0, 0, 0, 0), wholes=small.LINEAR + small.TOKENS))
+    Bound.kernel_sees, Bound.model_sees = staticmethod(kernel_sees), staticmethod(model_sees)
     run_state_machine_as_test(Bound, settings=budget(50, steps=30))
 
 

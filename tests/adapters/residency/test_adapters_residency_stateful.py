@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import ClassVar
 
+import small_base as small
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from property_budget import budget
@@ -23,6 +24,9 @@ NUM_PAGES = 7
 HOST_BYTES = 4_000
 DISK_BYTES = 6_000
 RANKS = [(1,), (0, 1), (2, 0, 3, 1), (1, 1, 1, 1), (0, 0, 4), (0, 0, 0, 8), (0, 0, 0, 0)]
+WHOLES = [(), small.HEAD, (), small.NORM, small.WIDE, (), small.LINEAR]
+WHOLE_BYTES = 900
+"""For one of the largest, or several small ones."""
 FAILURE_CODES = {"store_unavailable", "adapter_corrupt", "adapter_missing"}
 names = st.integers(0, len(RANKS) - 1)
 places = st.integers(0, 20)
@@ -57,8 +61,8 @@ class MishapStore:
 class Machine(RuleBasedStateMachine):
     """Waiting requests hold, running ones reference; background jobs finish in any order, some by failing."""
 
-    adapters: ClassVar[list] = []  # these four come from fixtures
-    new_store = new_executor = kernel_sees = staticmethod(lambda: None)
+    adapters: ClassVar[list] = []  # these five come from fixtures
+    new_store = new_executor = kernel_sees = model_sees = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +78,9 @@ class Machine(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        self.pool = DevicePool(NUM_PAGES * PAGE, 4, 256, page_bytes=PAGE, max_rows=40, max_adapters=4)
+        self.pool = DevicePool(
+            NUM_PAGES * PAGE, 4, 256, page_bytes=PAGE, max_rows=40, max_adapters=4, wholes=small.limits(WHOLE_BYTES)
+        )
         self.loads, self.fetches, self.copies = (self.new_executor() for _ in range(3))
         self.residency = AdapterResidency(
             Fetcher(self.mishaps, self.cache, DISK_BYTES),
@@ -193,6 +199,7 @@ class Machine(RuleBasedStateMachine):
         stats = self.residency.stats()
         assert stats["adapter_host_bytes"] <= HOST_BYTES
         assert stats["adapter_device_bytes"] <= NUM_PAGES * PAGE
+        assert stats["adapter_whole_bytes"] <= stats["adapter_whole_capacity_bytes"] <= WHOLE_BYTES
         pinned = {e.key for e in self.residency._entries.values() if e.host.name in ("FETCHING", "FETCHED", "READING")}
         pinned_bytes = sum(len(self.blobs[packed_path(key)]) for key in pinned)
         if not self.residency._num_abandoning:
@@ -203,6 +210,8 @@ class Machine(RuleBasedStateMachine):
         assert len(set(self.indices.values())) == len(self.indices)
         for key, index in self.indices.items():
             self.kernel_sees(self.residency.memory, index, self.by_key[key])
+            self.model_sees(self.pool.wholes, index, self.by_key[key])
+            assert (self.residency.wholes(index) is None) == (not self.by_key[key].index.wholes)
 
     def teardown(self):
         try:
@@ -259,17 +268,19 @@ class Machine(RuleBasedStateMachine):
                 self.run_jobs()
             assert index is not None, self.residency.failure(packed.key)
             self.kernel_sees(self.residency.memory, index, packed)
+            self.model_sees(self.pool.wholes, index, packed)
             self.residency.release(packed.key)
             self.residency.drop(packed.key)
 
 
-def test_any_order_of_calls_and_of_background_work(packed_of, new_store, new_executor, kernel_sees):
+def test_any_order_of_calls_and_of_background_work(packed_of, new_store, new_executor, kernel_sees, model_sees):
     """Fault kinds of dynamo#5184 (double loads), sglang#8263 and vllm#12199 (old weights), sglang#36894 (counts that do not come
     back), dynamo#11520 (unloads in flight) and aibrix#235 (a failure that hides or stays)."""
 
     class Bound(Machine):
         pass
 
-    Bound.adapters = [packed_of(f"adapter {n}", ranks) for n, ranks in enumerate(RANKS)]
-    Bound.new_store, Bound.new_executor, Bound.kernel_sees = map(staticmethod, (new_store, new_executor, kernel_sees))
+    Bound.adapters = [packed_of(f"adapter {n}", ranks, wholes=WHOLES[n]) for n, ranks in enumerate(RANKS)]
+    Bound.new_store, Bound.new_executor = staticmethod(new_store), staticmethod(new_executor)
+    Bound.kernel_sees, Bound.model_sees = staticmethod(kernel_sees), staticmethod(model_sees)
     run_state_machine_as_test(Bound, settings=budget(60, steps=50))

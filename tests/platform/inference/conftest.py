@@ -29,6 +29,7 @@ from graftwork_engine.messages import Orphans, OutItem, Ready
 from graftwork_engine.streams import GenerationRequest
 from graftwork_migrations.runner import upgrade
 from graftwork_platform.app import create_app
+from graftwork_platform.catalog.facts import VersionFacts, facts_to_json
 from graftwork_platform.context import Services, build_services
 from graftwork_platform.ids import parse, uuid7
 from graftwork_platform.journal.records import Close, Reading
@@ -238,8 +239,10 @@ class Server:
         records = [record for path in segments if path.is_file() for record in Reading(path.read_bytes())]
         return [record.row for record in records if isinstance(record, Close) and record.row.request_id == key]
 
-    def add_adapter(self, name: str, versions: int = 1) -> list[AdapterVersion]:
-        """Ready versions of an adapter of the first tenant, without any blob."""
+    def add_adapter(
+        self, name: str, versions: int = 1, *, row_type: str | None = None, facts: VersionFacts = VersionFacts()
+    ) -> list[AdapterVersion]:
+        """Ready versions of an adapter of the first tenant, without any blob; all of one row type, and with the same facts."""
         engine = create_engine(self.database)
         with Session(engine, expire_on_commit=False) as session, session.begin():
             session.execute(text("PRAGMA busy_timeout=60000"))
@@ -247,6 +250,8 @@ class Server:
             session.add(adapter)
             session.flush()
             rows = [_version(self.tenant_id, adapter.id, number, f"{name}{number}") for number in range(1, versions + 1)]
+            for row in rows:
+                row.row_type, row.facts = row_type, facts_to_json(facts)
             session.add_all(rows)
         engine.dispose()
         return rows

@@ -77,7 +77,7 @@ def test_the_loop_goes_on_while_a_large_answer_is_written(tokenizer: Tokenizer, 
             yield delta
 
     inference = SimpleNamespace(generator=SimpleNamespace(run=run), tokenizer=tokenizer)
-    admitted = SimpleNamespace(num_choices=num_choices, echo=False)
+    admitted = SimpleNamespace(num_choices=num_choices, echo=False, tokenizer=tokenizer, adapter_active=None)
 
     def whole() -> Awaitable[bytes]:
         return routes._whole(inference, admitted, kind(Heading("id", 1, "model", num_choices), tokenizer))
