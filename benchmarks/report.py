@@ -59,13 +59,15 @@ def machines_of(report: Report) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 def throughput_chart(report: Report) -> str:
-    """Median output tokens a second of every server in every row."""
+    """Median output tokens a second of every server in every row that has several: others may be of another machine."""
     rates: dict[str, dict[str, list[float]]] = {}
     for reading in report.readings:
         label = f"{reading['streams']} stream{'s' if reading['streams'] > 1 else ''}, {reading['mix']}"
         kind = {"": "graftwork", "own": "graftwork"}.get(reading["kind"], str(reading["server"]).partition(",")[0])
         rates.setdefault(label, {}).setdefault(kind, []).append(reading["output_tokens_per_s"])
-    groups = [Group(label, tuple(Bar(kind, median(values)) for kind, values in of.items())) for label, of in rates.items()]
+    groups = [
+        Group(label, tuple(Bar(kind, median(values)) for kind, values in of.items())) for label, of in rates.items() if len(of) > 1
+    ]
     return bar_chart("Output tokens a second", "tokens/s", groups)
 
 
