@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -37,6 +37,9 @@ _PART_BYTES = 1 << 20
 
 ABSENT = -1
 
+Number = Annotated[int, msgspec.Meta(ge=ABSENT, le=1 << 48)]
+"""Of something in a file: what is beyond is no number that a file can hold, and is refused where it is read."""
+
 WholeTypeName = Literal["bfloat16", "float32", "int64"]
 
 WHOLE_ELEMENT_BYTES: dict[WholeTypeName, int] = {"bfloat16": 2, "float32": 4, "int64": 8}
@@ -48,12 +51,12 @@ _UNREADABLE = (OSError, ValueError)  # what msgspec raises is a ValueError
 class PackedSite:
     """Where one projection's rows begin, as row numbers inside this adapter; `ABSENT` where it has no such part."""
 
-    index: int  # the site's number in the base (`base_spec.Site.index`)
-    rank: int
-    a_row: int
-    b_row: int
-    scale_row: int
-    bias_row: int
+    index: Number  # the site's number in the base (`base_spec.Site.index`)
+    rank: Number
+    a_row: Number
+    b_row: Number
+    scale_row: Number
+    bias_row: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class PackedWhole:
 
     name: str
     dtype: WholeTypeName
-    shape: tuple[int, ...]
+    shape: tuple[Number, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +82,7 @@ class PackedIndex:
     base_id: str
     row_type: RowTypeName
     sites: tuple[PackedSite, ...]
-    row_runs: tuple[tuple[int, int], ...]
+    row_runs: tuple[tuple[Number, Number], ...]
     wholes: tuple[PackedWhole, ...] = ()
 
     @cached_property

@@ -59,7 +59,7 @@ def _break_json(upload: Upload, name: str, random: Random) -> None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return _break_bytes(upload, name, random)
-    changed = json.dumps(_changed(value, random)).encode()
+    changed = json.dumps(changed_json(value, random)).encode()
     if name.endswith(".safetensors"):
         # Mostly with the length that fits, or nothing behind it would be looked at.
         head = struct.pack("<Q", len(changed)) if random.random() < 0.95 else head
@@ -67,7 +67,7 @@ def _break_json(upload: Upload, name: str, random: Random) -> None:
     return None
 
 
-def _changed(value: object, random: Random) -> object:
+def changed_json(value: object, random: Random) -> object:
     """``value`` with one change somewhere in it."""
     if isinstance(value, dict) and value and random.random() < 0.85:
         key = random.choice(sorted(value))
@@ -81,10 +81,10 @@ def _changed(value: object, random: Random) -> object:
         if way < 0.4:  # what belongs to another key: sound by itself, wrong in its place
             other = random.choice(sorted(value))
             return value | {key: value[other], other: value[key]}
-        return value | {key: _changed(value[key], random)}
+        return value | {key: changed_json(value[key], random)}
     if isinstance(value, list) and value and random.random() < 0.8:
         place = random.randrange(len(value))
-        return [*value[:place], _changed(value[place], random), *value[place + 1 :]]
+        return [*value[:place], changed_json(value[place], random), *value[place + 1 :]]
     if isinstance(value, int) and not isinstance(value, bool) and random.random() < 0.5:
         return value + random.choice((-1, 1, 2, 4, -4, 64, value))
     return random.choice(_NASTY)
